@@ -18,6 +18,7 @@ from openrecycle.agent.models import compat, torch_pipelining
 from openrecycle.agent.models.data import (
     Data,
     DatasetBatches,
+    InOrder,
     Read,
     ReadAhead,
     StreamBatches,
@@ -436,10 +437,14 @@ def _arguments(workload: CallableWorkload) -> Iterator[tuple[str, Any]]:
     how = {own.name: getattr(workload.data, own.name) for own in fields(Data)}
     samples = how.pop("samples")  # after the others, which it may have in it
     yield from ((f"data.{name}", value) for name, value in how.items())
-    yield from (("data", samples), ("optimizer", workload.make_optimizer), ("scheduler", workload.scheduler))
+    # What the user gave, not what was made of it: where its class comes from also counts.
+    yield "data", samples.dataset if isinstance(samples, DatasetBatches) else samples
+    yield from (("optimizer", workload.make_optimizer), ("scheduler", workload.scheduler))
     if workload.evaluation is not None:
         yield from (("evaluate.metrics", metric) for metric in workload.evaluation.metrics.values())
-        yield "evaluate.data", workload.evaluation.make_batch
+        made = workload.evaluation.make_batch
+        parts = (made.dataset, made.collate) if isinstance(made, InOrder) else (made,)
+        yield from (("evaluate.data", part) for part in parts)
 
 
 def _check_sendable(argument: str, value: Any) -> None:

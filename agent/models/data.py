@@ -215,6 +215,9 @@ class Data:
         data = self.without_loader()
         samples, sampler, batch_size = data.samples, data.sampler, data.batch_size
         if sampler is not None:
+            if isinstance(sampler, MicroBatchSampler) and sampler.grid != (grid := (job.pipelines, job.micro_batches)):
+                form = "{} pipelines with {} micro-batches each".format
+                raise InputError("data.sampler", f"one for {form(*sampler.grid)}", f"one for the job's {form(*grid)}")
             with own_numbers("first look", seed):
                 batch_size = self._sampled(sampler)
         else:
@@ -234,6 +237,8 @@ class Data:
         except Exception as error:
             expected = "the indices of the samples in micro-batch 0 of pipeline 0 in iteration 0"
             raise InputError("data.sampler", in_a_line(error)[:200], expected) from error
+        if not count:
+            raise InputError("data.sampler", "no indices", "at least one for each micro-batch")
         if self.batch_size not in (None, count):
             raise InputError("data.batch_size", self.batch_size, f"nothing, or {count}, as the sampler has it")
         return count

@@ -112,6 +112,10 @@ def first_two(iteration: int, pipeline: int, micro_batch: int) -> list[int]:
     return [0, 1]
 
 
+def nothing(iteration: int, pipeline: int, micro_batch: int) -> list[int]:
+    return []
+
+
 class Squares(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, samples: int) -> None:
         self.samples = samples

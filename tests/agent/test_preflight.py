@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from openrecycle import Checkpoints, Data, Faults, JobFailed, TensorSpec, Timeouts
+from openrecycle import Checkpoints, Data, Evaluation, Faults, JobFailed, TensorSpec, Timeouts
 from openrecycle.agent.config.devices import Mode, Platform, memory_group, memory_limit
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.jobs.callables import CallableWorkload, Model
@@ -196,6 +196,12 @@ def test_what_was_typed_or_read_from_standard_input_can_not_be_imported(
     monkeypatch.setitem(sys.modules, "__main__", typed)
     with refuses("model.stages"):
         own_jobs.trainer(stages=build)
+    squares = type("Squares", (own_jobs.Squares,), {"__module__": "__main__"})
+    vars(typed).update(Squares=squares)
+    with refuses("data", "Squares"):
+        own_jobs.trainer(data=Data(squares(64), batch_size=4))
+    with refuses("evaluate.data", "Squares"):
+        own_jobs.trainer(data=Data(own_jobs.Squares(64), batch_size=4), evaluate=Evaluation(data=squares(64)))
 
 
 @pytest.mark.processes
