@@ -138,8 +138,8 @@ class Model:
 
 
 def _are_specs(given: Any) -> bool:
-    lists = isinstance(given, list | tuple) and all(isinstance(boundary, list | tuple) for boundary in given)
-    return lists and all(isinstance(spec, TensorSpec) for boundary in given for spec in boundary)
+    lists = isinstance(given, list | tuple) and all(isinstance(specs, list | tuple) for specs in given)
+    return lists and all(isinstance(spec, TensorSpec) for specs in given for spec in specs)
 
 
 def _check_loss(loss: Any) -> None:
