@@ -11,6 +11,7 @@ terminal, a disk.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import logging
@@ -613,23 +614,28 @@ class ConsoleClient:
         return self._timeout if len(self._urls) == 1 else min(FIRST_TIMEOUT_SECONDS, self._timeout)
 
 
+# In the order in which they are looked for. To close in the middle of the greetings of TLS is what a proxy does that
+# reaches no console.
 _REASONS = {
+    ssl.SSLEOFError: "connection closed",
     ssl.SSLError: "TLS fails; perhaps it should be http://",
     ConnectionRefusedError: "connection refused",
     socket.gaierror: "unknown host",
     TimeoutError: "timeout",
     ConnectionResetError: "connection closed",
+    http.client.IncompleteRead: "connection closed",
 }
 
 
 def _reason(error: BaseException) -> str:
     """Returns in words why a request got no answer; the name of the error where there are none."""
-    cause: BaseException | None = error
+    causes, cause = list[BaseException](), error.__cause__ or error.__context__
     while cause is not None:
-        for kind, words in _REASONS.items():
-            if isinstance(cause, kind):
-                return words
+        causes.append(cause)
         cause = cause.__cause__ or cause.__context__
+    for kind, words in _REASONS.items():
+        if any(isinstance(cause, kind) for cause in causes):
+            return words
     return "timeout" if isinstance(error, requests.Timeout) else type(error).__name__
 
 

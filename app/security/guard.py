@@ -420,7 +420,10 @@ class AccessGuard:
         if scope["type"] == "http" and scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
             back = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
             return RedirectResponse(f"{LOGIN}?next={quote(back, safe='')}", 303)
-        given = "a token that is unknown here, or has ended" if "authorization" in headers else "none"
+        scheme = headers.get("authorization", "").partition(" ")[0]  # it may be a token: never shown
+        given = {"": "none", "bearer": "a token that is unknown here, or has ended"}.get(
+            scheme.lower(), "another scheme"
+        )
         return problem(
             401,
             "unauthorized",

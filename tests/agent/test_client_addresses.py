@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -195,6 +196,20 @@ def test_why_no_answer_came_is_said_in_words(scheme: str, there: bool, why: str,
     with pytest.raises(ConsoleUnavailable) as raised:
         read(ConsoleClient(url.replace("http", scheme), timeout=0.2 if scheme == "http" else 30.0))
     assert why in str(raised.value)
+
+
+def test_a_proxy_that_reaches_no_console_is_not_taken_for_one_without_tls(stack: ExitStack) -> None:
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def closes() -> None:
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    threading.Thread(target=closes, daemon=True).start()
+    with pytest.raises(ConsoleUnavailable) as raised:
+        read(ConsoleClient(f"https://127.0.0.1:{listener.getsockname()[1]}"))
+    assert golden("no-answer-since-closed") in str(raised.value)
 
 
 def test_a_refusal_is_an_answer(stack: ExitStack) -> None:

@@ -126,6 +126,8 @@ def test_without_the_token_nothing_goes(authorization: str) -> None:
     assert (refused.status_code, refused.json()["code"]) == (401, "unauthorized")
     assert refused.headers["WWW-Authenticate"].startswith("Bearer")
     assert TOKEN not in refused.text
+    said = golden("a-token-that-is-unknown-here") in refused.text
+    assert said == authorization.startswith("Bearer"), "a token without that word may be right"
     with pytest.raises(WebSocketDisconnect), guarded().websocket_connect("/_stcore/stream", headers=sent):
         pass
 
