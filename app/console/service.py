@@ -153,8 +153,9 @@ class JobRegistry:
                 self._jobs[job_id] = job
         if not new:
             return self._created_before(row, spec, idempotency_key), False
-        self._warn_of_rate(job)
         self._console.job_begins(job)
+        with suppress(ConsoleError):  # the job is there: whoever asked for it must hear so
+            self._warn_of_rate(job)
         log.info("job created", job=job_id, name=spec.name, workers=len(members))
         return self._created(row, spec, idempotency_key), True
 
@@ -282,13 +283,14 @@ class JobRegistry:
 
     def _warn_of_rate(self, job: LiveJob) -> None:
         """Warns in the job's feed if its workers send more heartbeats than one token may. Launchers send those of all
-        their workers together; a worker with a loop of its own sends its own."""
+        their workers together; a worker with a loop of its own sends its own. Raises ConsoleError."""
         workers, heartbeat = len(job.state.members), self.failure_timeouts.heartbeat
         most = int(AGENTS.per_second * heartbeat)
-        if job.spec.own_loop and workers > most:
+        if job.spec.own_loop and workers > most and self._console.security.access.guarded:
             text = (
                 f"{workers:,} workers that each send a heartbeat every {heartbeat:g} s are more than the {most:,} that "
-                "one token may have: some heartbeats will be refused; start the console with a longer --heartbeat"
+                "one token may have: some heartbeats will be refused; start the console with a longer --heartbeat, "
+                "and then the job again"
             )
             job.record(Note("warning", "console", text))
 

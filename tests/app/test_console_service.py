@@ -545,15 +545,40 @@ def test_a_damaged_plan_that_is_in_memory_is_stored_again(console: ConsoleServic
         console.queries.packed_plan(job.job_id, in_force)
 
 
-@pytest.mark.parametrize(("own_loop", "per_second", "warned"), [(True, 5, 1), (True, 6, 0), (False, 5, 0)])
+@pytest.mark.parametrize(
+    ("own_loop", "per_second", "guarded", "warned"),
+    [(True, 5, True, 1), (True, 6, True, 0), (False, 5, True, 0), (True, 5, False, 0)],
+)
 def test_a_job_whose_heartbeats_one_token_may_not_send_says_so(
-    console: ConsoleService, monkeypatch: pytest.MonkeyPatch, own_loop: bool, per_second: float, warned: int
+    console: ConsoleService,
+    monkeypatch: pytest.MonkeyPatch,
+    own_loop: bool,
+    per_second: float,
+    guarded: bool,
+    warned: int,
 ) -> None:
-    """Of six workers, each of which sends its own once a second."""
+    """Of six workers, each of which sends its own once a second. A console without a token has no such limit."""
     monkeypatch.setattr(service, "AGENTS", RateLimit(per_second, 100))
+    monkeypatch.setattr(console.security.access, "guarded", guarded)
     job_id = console.jobs.create(SPEC.model_copy(update={"own_loop": own_loop}))[0].job_id
     events = console.queries.events(job_id, 0, 100)
     assert sum((event["severity"], event["kind"]) == ("warning", "console") for event in events) == warned
+
+
+def test_a_job_begins_though_a_warning_can_not_be_stored(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for it would hear that it is not there, and ask for another one."""
+
+    def away(*_: object) -> None:
+        raise ConsoleError(503, "unavailable", "the database is away")
+
+    monkeypatch.setattr(service, "AGENTS", RateLimit(5, 100))
+    monkeypatch.setattr(console.security.access, "guarded", True)
+    monkeypatch.setattr(LiveJob, "record", away)
+    created, new = console.jobs.create(SPEC.model_copy(update={"own_loop": True}))
+    assert new
+    until(lambda: console.jobs.find(created.job_id).plans.catalog.find(()), "a plan made ahead")
 
 
 def test_the_plans_for_the_next_failure_are_packed_before_it(console: ConsoleService) -> None:
