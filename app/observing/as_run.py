@@ -18,9 +18,10 @@ from openrecycle.planner.plans.schedule import Op, Schedule
 
 
 class WorkerOps(OpColumns):
-    """starts_us: microseconds since the iteration's first op of all. Clocks that differ may make them of any size."""
+    """starts_us: microseconds since the iteration's first op of all. Clocks that differ may make them as large as what
+    a worker may say of its clock."""
 
-    starts_us: tuple[int, ...]
+    starts_us: tuple[Annotated[int, Field(ge=-(2**55), le=2**55)], ...]
 
 
 class IterationAsRun(BaseModel):

@@ -346,6 +346,7 @@ def as_run(**changes: object) -> dict[str, object]:
         (row("measured_iteration", document={"iteration": 1}), "document"),
         (row("measured_iteration", document=as_run(kinds="FXO")), "document.workers.W0_0.kinds"),
         (row("measured_iteration", document=as_run(starts_us=[0, 5])), "starts_us: got 2"),
+        (row("measured_iteration", document=as_run(starts_us=[0, 5, 10**30])), "document.workers.W0_0.starts_us"),
         (row("measured_iteration", document=as_run(kinds="", **{column: [] for column in COLUMNS})), "kinds"),
         (row("command", kind="format"), "kind"),
         (first_plan(lambda plan: plan.update(failed=["W0_0"])), "plans/"),
