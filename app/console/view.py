@@ -18,7 +18,6 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-import structlog
 from pydantic import ConfigDict, Field
 
 from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, LetGo, Member
@@ -48,12 +47,11 @@ from openrecycle.app.jobs.throughput import (
 )
 from openrecycle.app.plans.library import PlanCache
 from openrecycle.app.runtime.errors import damaged_plan, plain, storing, unknown_plan, unknown_worker
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import SECONDS, Worker
-from openrecycle.planner.plans.packed import decode_header
+from openrecycle.planner.plans.packed import check_whole
 from openrecycle.planner.plans.plan import Plan, PlanError
-
-log = structlog.get_logger()
 
 # -- how the newest generation's plan is taken up -----------------------------------------------
 
@@ -478,7 +476,7 @@ class Queries:
         self.shared, self.shared_seconds = SHARED, SHARED_SECONDS
         """See SHARED and SHARED_SECONDS; tests set other values."""
         self._find, self._live, self._past = find, live, past
-        self._plans = plans
+        self._plans, self._seldom = plans, Seldom()
         self._figures, self._waited, self._advice = figures, waited, advice
         self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _KeptView]] = WeakKeyDictionary()
 
@@ -639,11 +637,11 @@ class Queries:
         if data is None:
             raise unknown_plan(fingerprint)
         try:
-            decode_header(data, source=f"plan {fingerprint}")
+            check_whole(data, source=f"plan {fingerprint}")
         except PlanError as error:
             with storing():
                 again = self._find(job_id).stored_again(fingerprint)
-            log.error("a stored plan is damaged", job=job_id, plan=fingerprint, stored_anew=again is not None)
+            self._seldom.warn("a stored plan is damaged", reason=str(error), job=job_id, stored_anew=again is not None)
             if again is None:
                 raise damaged_plan(fingerprint, error) from None
             return again
