@@ -92,10 +92,8 @@ class TaskQueue(Generic[Made]):
         """Drops the requests of `owner` that have no answer yet, and what comes while there are any. Their callbacks
         are not called."""
         with self._lock:
-            if self._open[owner]:
+            if owner in self._open:
                 self._cancelled.add(owner)
-            else:
-                del self._open[owner]
 
     def close(self) -> None:
         """Ends the child, whatever it does, and waits for both."""
