@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import re
 import socket
 import threading
@@ -93,13 +94,19 @@ def newest_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport:
 _KINDS = frozenset(get_args(OpKind))
 _RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
 CLOSE_SECONDS = 5.0
-_ASK_SECONDS = 0.3
-"""Between two questions whether the job is over."""
+_ASK_SECONDS, _ASKED_A_SECOND = 0.3, 100
+"""Between two questions of one worker whether the job is over; the most that all workers ask in a second. To answer one
+takes the console more than a millisecond, and it has to hear the worker whose losses are shown meanwhile."""
 OVER = JobState.FINISHED, JobState.STOPPED
 _REGISTERING_SECONDS = 0.05
 _UNANSWERED = 4
 """Failed requests in a row before the log warns that the console does not answer. The last of them comes a second or
 two after the first, so a console that is only restarted causes no warning."""
+
+
+def asking_pause(workers: int) -> float:
+    """Returns the mean seconds until each of so many workers asks (again) whether the job is over."""
+    return max(_ASK_SECONDS, workers / _ASKED_A_SECOND)
 
 
 class Reporter:
@@ -296,15 +303,21 @@ class Reporter:
         return self._loop is not None and not self.fenced and self._loop.released == self._spec.iterations - 1
 
     def _is_finished_by(self, deadline: float) -> bool:
-        """Waits until somebody has told the console that the job is over, until `deadline` at most."""
+        """Waits until somebody has told the console that the job is over, until `deadline` at most. Returns whether
+        there is nothing to tell it any more. Many workers do not ask at the same time, nor all of them."""
         client = ConsoleClient(self._url, token=self._token, timeout=2.0)
-        while time.monotonic() < deadline and self._job_path:
+        pause = asking_pause(self._job.pipelines * self._job.stages)
+        while self._job_path and not self.fenced:
+            wait = random.uniform(0.0, 2 * pause)
+            if time.monotonic() + wait >= deadline:
+                time.sleep(max(0.0, deadline - time.monotonic()))
+                return False
+            time.sleep(wait)
             with suppress(ConsoleUnavailable, ConsoleRefused):
                 status = client.get(self._job_path, JobStatus)
                 if status is not None and status.state in OVER:
                     return True
-            time.sleep(_ASK_SECONDS)
-        return not self._job_path
+        return True
 
     def _check_part(self) -> None:
         """Raises RuntimeError if the console goes on without this worker, or the job is over."""

@@ -24,7 +24,7 @@ from openrecycle import InputError, Job, Reporter
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.monitoring.heartbeat import WorkerReports
 from openrecycle.agent.own_loops import reporter as reporter_module
-from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS
+from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS, asking_pause
 from openrecycle.planner.plans.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.own_loop import JOB
@@ -261,6 +261,13 @@ def test_closing_does_not_wait_for_a_dead_console(tmp_path: Path) -> None:
         reporter.close()
         assert time.monotonic() - began < 30, "its bound is a few seconds; the machine may be slow"
         reporter.iteration(1, loss=1.0)
+
+
+@pytest.mark.parametrize("workers", [1, 4, 2048, 16384])
+def test_the_end_of_a_large_job_floods_no_console(workers: int) -> None:
+    """All but one of its workers ask whether it is over. Of 2,048, they asked 6,800 times a second."""
+    assert asking_pause(workers) <= max(0.3, workers / 50)
+    assert workers / asking_pause(workers) <= 100
 
 
 @pytest.mark.processes
