@@ -154,7 +154,7 @@ class Database:
         can't be read. On PostgreSQL, consoles decide by LeaderSession who leads.
         """
         assert self.is_sqlite
-        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (`close` closes it)
+        handle = _claim(self._path).open("w")  # `close` closes it
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -397,6 +397,14 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
             f"database file {path} is not there, or empty, and {newest} has what was stored last: "
             "put the file back, or delete that one too"
         )
+    # The console that has the deleted log open would copy old pages over what a second log has. SQLite makes the log
+    # before its index, and deletes it after that.
+    index = Path(f"{path.resolve()}-shm")
+    if _size(path) and not newest.exists() and index.exists() and _is_led(path) and not newest.exists():
+        raise DatabaseError(
+            f"{newest}, which has what was stored last in database {path}, was moved, deleted or replaced under a "
+            "console that runs: put it back, or stop the console with Ctrl-C"
+        )
     if not make and not path.exists():
         raise DatabaseError(f"database file {path} is not there, expected the one that `openrecycle serve` uses")
     try:
@@ -424,6 +432,23 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
 def _log(path: Path) -> Path:
     """Return where SQLite has the log of the database `path`: beside the file that a link points to."""
     return Path(f"{path.resolve()}-wal")
+
+
+def _is_led(path: Path) -> bool:
+    """Has a console claimed the file?"""
+    try:
+        with _claim(path).open() as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _claim(path: Path) -> Path:
+    """Return the file that the console that leads keeps locked."""
+    return Path(f"{path}.lock")
 
 
 def _size(path: Path) -> int:

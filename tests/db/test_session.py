@@ -195,6 +195,25 @@ def test_nothing_is_written_to_a_log_that_is_not_there_any_more(tmp_path: Path) 
     again.close()
 
 
+def test_nobody_writes_beside_a_console_whose_log_is_gone(tmp_path: Path) -> None:
+    """What a command stored in a log of its own, such as a token, made the file unreadable at the console's end."""
+    database = sqlite_in(tmp_path)
+    database.lead()
+    with database.write() as session:
+        session.execute(text("create table note (words text)"))
+        session.execute(text("insert into note values ('kept')"))
+    with database.engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
+    (tmp_path / "console.db-wal").unlink()
+    with pytest.raises(DatabaseError):
+        Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.close()
+    (tmp_path / "console.db-shm").touch()  # as after a console that was killed: nobody has it open
+    again = sqlite_in(tmp_path)
+    assert again.scalars(text("select words from note")) == ["kept"]
+    again.close()
+
+
 @pytest.mark.parametrize("emptied", [False, True])
 def test_what_was_stored_last_outlives_a_file_that_is_away(tmp_path: Path, emptied: bool) -> None:
     """A child of the console, or a command beside it, opens the address while the console's file was moved: SQLite
