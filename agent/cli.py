@@ -12,7 +12,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from openrecycle.agent.launcher.record import is_remark, sentence_of
 from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable, Delivery, Line, Record
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_token, role_of
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError, shown
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.output import check_out, is_stdout, run, write_out
@@ -46,6 +46,7 @@ from openrecycle.planner.profiles import Profile, job_on, load
 if TYPE_CHECKING:
     from openrecycle.agent.launcher.launch import Launcher
     from openrecycle.agent.nodes.server import Succession
+    from openrecycle.agent.workers.spec import RunSpec
 
 
 # -- what the agent's commands share ------------------------------------------------------------
@@ -157,6 +158,7 @@ INCOMPLETE = 3
 
 @with_flags(leaves(TrainingOptions))
 def train(
+    context: typer.Context,
     pipelines: Annotated[
         int | None, typer.Option(help="Data-parallel pipelines: 3, or as the profile has it.", show_default=False)
     ] = None,
@@ -209,6 +211,7 @@ def train(
             check_token(role, token)
             if dry_run and not role.leads:
                 raise InputError("--dry-run", True, "node 0, which knows the job")
+        source = NamedWorkload(workload, json_object(workload_options))
         record = Path(given["record"]) if given.get("record") else None
         if record is not None:
             check_writable(record)
@@ -235,7 +238,6 @@ def train(
                 planning: Planning = build(Planning, given, "planning.")
                 job = _job((pipelines, stages, micro_batches), profile, planning)
                 options: TrainingOptions = build(TrainingOptions, {**given, "console.token": token}, job=job)
-                source = NamedWorkload(workload, json_object(workload_options))
                 options.check()
                 if dry_run:
                     look_at(options, source, say, role)
@@ -248,7 +250,12 @@ def train(
             earlier: Iterable[bytes] = ()
             if launcher is None:
                 assert role is not None
-                succession = serve_node(role, token, node_address, NamedWorkload(workload), stopped, elsewhere)
+                typed = {name for name in context.params if _is_typed(context, name)}
+                sizes = {"job.pipelines": pipelines, "job.stages": stages, "job.micro_batches": micro_batches}
+                own = {path: value for path, value in sizes.items() if value is not None}
+                own |= {path: value for path, value in given.items() if path.replace(".", "_") in typed}
+                unused = partial(_unused, own, profile, source, typed)
+                succession = serve_node(role, token, node_address, source, stopped, elsewhere, unused)
                 if succession is None:
                     return
                 launcher, earlier = take_over(succession, listener, say), succession.record.parts()
@@ -327,6 +334,43 @@ def _leave(stream: Any) -> None:
         os.close(nowhere)
 
 
+def _is_typed(context: typer.Context, name: str) -> bool:
+    """Is an option on the command line, or in the environment?"""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _unused(given: Mapping[str, Any], profile: Path | None, own: NamedWorkload, typed: set[str], run: RunSpec) -> str:
+    """Says which options of this node's command the job does not use; "": it uses all of them.
+
+    given: options by path. profile, own: of the command. typed: the names of its options that are no default.
+    """
+    options, workload, flags = run.options, run.workload, {**FLAGS, **GRID}
+    kept = {path: value for path, value in given.items() if path != "record"}  # is written where this node leads
+    differ = {flags[path]: values for path, values in options.unlike(kept).items()}
+    if profile is not None and not _made_of(profile, run):
+        differ["--profile"] = str(profile), "other op times"
+    if isinstance(workload, NamedWorkload):
+        if own.path != workload.path and "workload" in typed:
+            differ["--workload"] = own.path, workload.path
+        if own.options != workload.options and "workload_options" in typed:
+            differ["--workload-options"] = dict(own.options), dict(workload.options)
+    if not differ:
+        return ""
+    each = ", ".join(f"{flag} {shown(here)} (there: {shown(there)})" for flag, (here, there) in differ.items())
+    return f"warning: the options that node 0 began the job with count on all nodes; not used here: {each}"
+
+
+def _made_of(profile: Path, run: RunSpec) -> bool:
+    """Are the op times that a job plans with those of this profile?"""
+    planning, job = run.options.planning, run.options.job
+    try:
+        made = _job((job.pipelines, job.stages, job.micro_batches), profile, planning)
+        return planning.layered(made, sum(run.partition) or None) == job
+    except PlannerError:
+        return False
+
+
 LEAD_SECONDS = 600.0
 
 
@@ -337,11 +381,12 @@ def serve_node(
     workload: WorkloadSource,
     stopped: list[int],
     lead: tuple[str, int] | None,
+    unused: Callable[[RunSpec], str],
 ) -> Succession | None:
     """Until the job is over, or this node is to lead; ends the program with exit status 1 when no lead can be had.
 
     workload: what the lead will ask for; its modules are imported meanwhile. stopped: gets the numbers of
-    signals that came. lead: where it listens, if not where `role` says.
+    signals that came. lead: where it listens, if not where `role` says. unused: as in NodeServer.
     """
     start_worker_server(preload(workload))
     from openrecycle.agent.nodes.role import find_lead
@@ -357,7 +402,7 @@ def serve_node(
             raise InputError("--lead", None, expected) from None
     say = partial(typer.echo, err=True)
     same = same_on_all(workload)
-    server = NodeServer(role.rank, role.nodes, front, token, address, say, lead, same=same)
+    server = NodeServer(role.rank, role.nodes, front, token, address, say, lead, same=same, unused=unused)
 
     def stop(number: int, _frame: object) -> None:
         stopped.append(number)

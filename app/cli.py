@@ -29,7 +29,7 @@ from openrecycle.db.job_rows import OVER, JobRows
 from openrecycle.db.session import Database, DatabaseError, LeaderSession
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.output import destination, is_stdout
+from openrecycle.planner.output import destination, is_stdout, writing
 from openrecycle.planner.output import run as run_command
 from openrecycle.scratch import scratch
 
@@ -299,25 +299,26 @@ def export_command(
     if is_stdout(out):
         with TemporaryDirectory(dir=scratch()) as folder:
             whole = Path(folder) / "job.zip"
-            _export_to(job, whole, database_url, file=sys.stderr)
+            _export_to(job, whole, database_url, out, file=sys.stderr)
             with whole.open("rb") as data:
                 shutil.copyfileobj(data, sys.stdout.buffer)
             sys.stdout.buffer.flush()
         return
     try:
-        target = destination(out)
+        _export_to(job, destination(out), database_url, out, file=sys.stdout)
     except InputError as error:
         fail(str(error))
-    _export_to(job, target, database_url, file=sys.stdout)
 
 
-def _export_to(job: str, out: Path, database_url: str, *, file: TextIO) -> None:
+def _export_to(job: str, target: Path, database_url: str, out: Path, *, file: TextIO) -> None:
+    """out: what the user calls the file. Raises InputError if it can't be written."""
     with _store(database_url) as database:
-        manifest = export(database, job, out)
+        with writing(out):
+            manifest = export(database, job, target)
         if manifest is None:
             _no_such_job(job, database)
     rows = sum(table.rows for table in manifest.tables.values())
-    print(f"{out}: job {job}, {rows:,} rows, {len(manifest.plans):,} plans, {out.stat().st_size:,} bytes", file=file)
+    print(f"{out}: job {job}, {rows:,} rows, {len(manifest.plans):,} plans, {target.stat().st_size:,} bytes", file=file)
 
 
 @cli.command("import")

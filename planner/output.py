@@ -73,11 +73,18 @@ def _part_of(target: Path, path: Path) -> Iterator[Path]:
     """Yield a new file beside `target` to write to. It is removed at the end, unless the block has moved it. path: as
     the user gave it. Raises InputError."""
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
+    with writing(path):
         try:
             yield part
         finally:
             part.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise InputError for an OSError of the block, which writes what `--out` names. path: as the user gave it."""
+    try:
+        yield
     except OSError as error:
         raise InputError("--out", str(path), f"a file that can be written ({error.strerror or error})") from None
 

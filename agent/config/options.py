@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 
 from openrecycle.agent.config.devices import Autocast, Mode, Platform
 from openrecycle.agent.config.faults import Kill, Rejoin, Slow, profile_pace
-from openrecycle.agent.config.settings import OptionGroup, documented, leaves, option, spelled
+from openrecycle.agent.config.settings import OptionGroup, documented, leaves, option, spelled, without_none
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import (
     MAX_BYTES,
@@ -521,6 +521,19 @@ class TrainingOptions(OptionGroup):
         )
         return replace(self, weights=weights, record=record, checkpoints=replace(self.checkpoints, directory=saved))
 
+    def unlike(self, given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Returns those of the values `given`, by path, that differ from these options, with the value here.
+
+        These are the options of a job that has begun: with a console, it has set how long a worker may be silent.
+        """
+        out = {}
+        for path, value in given.items():
+            here = attrgetter(path)(self)
+            same = tuple(value) if isinstance(here, tuple) else str(Path(value).absolute()) if path in _PATHS else value
+            if here != same and not (path == "faults.timeouts.silence" and self.console.url is not None):
+                out[path] = value, here
+        return out
+
     def told(self) -> dict[str, Any]:
         """Returns what a console is told of the options, by field of agent.messages.protocol.JobSpec: as given, or for
         some, what follows from them."""
@@ -592,6 +605,9 @@ class TrainingOptions(OptionGroup):
             worker = str(self.slowdowns[0].worker)
             raise InputError("faults.slow", worker, "`planning.pace` too: only paced ops can be slowed down")
 
+
+_PATHS = {leaf.path for leaf in leaves(TrainingOptions) if Path in without_none(leaf.annotation)}
+"""The options that name files and folders (see TrainingOptions.anchored)."""
 
 FLAGS: Mapping[str, str] = {leaf.path: leaf.flag for leaf in leaves(TrainingOptions) if leaf.flag is not None}
 """The flag of each option on the command line, by its path."""

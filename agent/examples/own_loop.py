@@ -3,6 +3,7 @@
 python -m openrecycle.agent.examples.own_loop http://127.0.0.1:8501 run-42 W0_1 /shared/folder/run-42
 """
 
+import argparse
 import sys
 from datetime import timedelta
 
@@ -97,7 +98,15 @@ def run(reporter: Reporter, iteration: int, model: nn.Module, optimizer: torch.o
 
 
 if __name__ == "__main__":
-    console, name, worker, shared = sys.argv[1:]
+    arguments = argparse.ArgumentParser(description="One worker of four of a training loop of your own.")
+    for name, about in (
+        ("console", "its address, such as http://127.0.0.1:8501"),
+        ("run", "the same name for all four, and new for each run"),
+        ("worker", "W0_0 to W1_1: which one this process is"),
+        ("shared", "the beginning of the names of files, in a folder that exists, that all four can reach"),
+    ):
+        arguments.add_argument(name, help=about)
+    console, name, worker, shared = vars(arguments.parse_args()).values()
     torch.set_num_threads(1)  # the same in all workers, since it shows in the bits
     with Reporter(console=console, run=name, job=JOB, worker=worker, iterations=ITERATIONS) as reporter:
         train(reporter, *build(int(worker.partition("_")[2])), shared)

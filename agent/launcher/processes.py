@@ -553,11 +553,12 @@ class ProcessPool:
         pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
 
         def launch(rank: int, *pipes: Any) -> ProcessHandle:
-            own, name = spec, str(worker)
+            # On a node that does not lead, the pool's cells are made up.
+            own, name = spec, str(getattr(spec, "worker", worker))
             if hasattr(spec, "slot"):
                 own = replace(own, slot=slots[rank])
             if ranks > 1:
-                own, name = replace(own, rank=rank, meeting=f"{meeting}/store"), f"{worker}.{rank}"
+                own, name = replace(own, rank=rank, meeting=f"{meeting}/store"), f"{name}.{rank}"
             process = self.context.Process(target=self._target, args=(own, *pipes), name=name, daemon=True)
             process.start_watched()
             return process

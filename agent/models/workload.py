@@ -185,7 +185,8 @@ class WorkloadSource(Protocol):
 
 @dataclass(frozen=True)
 class NamedWorkload:
-    """A workload by name. It is plain data, so it may be sent to another host. path: `package.module:factory`.
+    """A workload by name. It is plain data, so it may be sent to another host. path: `package.module:factory`. Raises
+    InputError for a path of another form.
 
     In a clone the examples may also be named by their folder: `agent.examples.gpt:Gpt` stands for
     `openrecycle.agent.examples.gpt:Gpt`.
@@ -197,6 +198,9 @@ class NamedWorkload:
     def __post_init__(self) -> None:
         if self.path.startswith("agent.examples."):
             object.__setattr__(self, "path", f"openrecycle.{self.path}")
+        module, _, factory = self.path.partition(":")
+        if not module or not factory:
+            raise InputError("--workload", self.path, "module:factory, such as my_job:workload")
 
     @property
     def modules(self) -> tuple[str, ...]:

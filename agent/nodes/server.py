@@ -60,7 +60,8 @@ class NodeServer:
     all nodes. address: at which this node's workers can be reached; None: the one from which this host reaches the
     leader. lead: where the leader listens, if not at `front`. make_pool: makes the pool of this node's workers, for
     their workload. clock: in seconds, by which the leader's silence is measured. same: what must be the same on all
-    nodes (see agent.workers.spec.same_on_all).
+    nodes (see agent.workers.spec.same_on_all). unused: is told of the job, and says which options of this node's own
+    command it does not use; "": none.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class NodeServer:
         make_pool: Callable[[WorkloadSource], ProcessPool] = make_pool,
         clock: Clock = time.monotonic,
         same: Mapping[str, str] = MACHINE,
+        unused: Callable[[RunSpec], str] = lambda _: "",
     ) -> None:
-        self._make_pool, self._clock, self._same = make_pool, clock, same
+        self._make_pool, self._clock, self._same, self._unused = make_pool, clock, same, unused
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
         self._address, self._process = address, uuid.uuid4().hex
         self._stop = 0
@@ -459,7 +461,10 @@ class NodeServer:
             return
         self._backoff.reset()
         if self._copy is None:
-            options = decode_run(copy.job).options
+            run = decode_run(copy.job)
+            if text := self._unused(run):
+                self._say(text)
+            options = run.options
             self._silence = options.faults.timeouts.silence
             if (url := options.console.url) is not None:
                 decides = copy.unpacked()["decides"]

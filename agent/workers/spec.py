@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -139,46 +140,71 @@ MACHINE = {
     "instruction set": torch.backends.cpu.get_cpu_capability(),
 }
 WORKLOAD = "workload"
-"""The name of what `same_on_all` adds to it."""
+"""The name of the workload's code in what `same_on_all` adds to it."""
 
 
 def same_on_all(workload: WorkloadSource) -> dict[str, str]:
-    """Returns what must be the same on all nodes of a job: MACHINE, and the code of the workload. Nodes with other data
-    or other activations would train on together, each as its own script says."""
-    return MACHINE | {WORKLOAD: ", ".join(f"{module} {code_of(module)}".strip() for module in workload.modules)}
+    """Returns what must be the same on all nodes of a job: MACHINE, the code of the workload, and the versions of the
+    packages that it imports. Nodes with other data or other activations would train on together, each as its own
+    script says."""
+    code = ", ".join(f"{module} {code_of(module)}".strip() for module in workload.modules)
+    return MACHINE | {WORKLOAD: code, "packages": ", ".join(packages_of(*workload.modules))}
 
 
 def code_of(module: str) -> str:
     """Returns a hash of a module's code, of the packages that it is in, and of all that it imports from the folder
     where it lies, without what pip has put there; of an installed one, without what it imports. It imports nothing
     itself. "": there is no such code, or it is this program's own."""
-    top = module.partition(".")[0]
-    try:
-        found = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return ""
-    if found is None or found.origin is None or top == __name__.partition(".")[0]:
-        return ""
-    package = found.submodule_search_locations is not None
-    folder = Path(found.origin).parents[1 if package else 0]
-    others = _installed_in(folder)  # `pip install --target` may have put torch beside a script
-    installed = folder.name in ("site-packages", "dist-packages") or top in others
-    files, left = dict[str, bytes](), [module]
-    while left:
-        name = left.pop()
-        begin = name.partition(".")[0]
-        if name in files or name in sys.stdlib_module_names or (begin in others and begin != top):
-            continue
-        path = folder.joinpath(*name.split("."))
-        file, files[name] = _read_first(path / "__init__.py", path.parent / f"{path.name}.py")
-        left += [name.rpartition(".")[0]] if "." in name else []
-        if file is not None and not installed:
-            left += _imports(files[name], name if file.name == "__init__.py" else name.rpartition(".")[0])
+    files, _ = _read_from(module)
     digest = hashlib.sha256()
     for name, code in sorted(files.items()):
         if code:
             digest.update(f"{name} {len(code)}\n".encode() + code)
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()[:12] if files else ""
+
+
+def packages_of(*modules: str) -> list[str]:
+    """Returns the installed packages, each with its version, that the code of these modules imports (see `code_of`), or
+    that they are in; without torch and this program."""
+    names = {name for module in modules for name in _read_from(module)[1]} - {"torch", _OWN}
+    known = packages_distributions() if names else {}
+    packages = {package for name in names for package in known.get(name, ()) if package}
+    return [f"{package} {version(package)}" for package in sorted(packages)]
+
+
+_OWN = __name__.partition(".")[0]
+
+
+def _read_from(module: str) -> tuple[dict[str, bytes], set[str]]:
+    """Returns the code that `code_of` hashes, by module, and the names of packages from elsewhere that it imports."""
+    top = module.partition(".")[0]
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return {}, set()
+    if found is None or found.origin is None or top == _OWN:
+        return {}, set()
+    package = found.submodule_search_locations is not None
+    folder = Path(found.origin).parents[1 if package else 0]
+    others = _installed_in(folder)  # `pip install --target` may have put torch beside a script
+    installed = folder.name in ("site-packages", "dist-packages") or top in others
+    files, left, elsewhere = dict[str, bytes](), [module], {top} if installed else set[str]()
+    while left:
+        name = left.pop()
+        begin = name.partition(".")[0]
+        if name in files or name in sys.stdlib_module_names:
+            continue
+        if begin in others and begin != top:
+            elsewhere.add(begin)
+            continue
+        path = folder.joinpath(*name.split("."))
+        file, files[name] = _read_first(path / "__init__.py", path.parent / f"{path.name}.py")
+        left += [name.rpartition(".")[0]] if "." in name else []
+        if file is None and name == begin:
+            elsewhere.add(name)
+        if file is not None and not installed:
+            left += _imports(files[name], name if file.name == "__init__.py" else name.rpartition(".")[0])
+    return files, elsewhere
 
 
 def _installed_in(folder: Path) -> set[str]:

@@ -47,6 +47,7 @@ from tests.golden import golden
         (["--console", "nowhere"], ["--console", "'nowhere'", "http://"]),
         (["--record", "/no/such/folder/run.jsonl"], ["--record", golden("folder-that-exists")]),
         (["--workload", "no.such:Model"], ["--workload", "no.such"]),
+        (["--workload", "my_job"], ["--workload", "'my_job'", "my_job:workload"]),
         (["--partition", "1,2"], ["--partition: got '1,2'"]),
         (["--workload", "tests.agent.own_jobs:trainer"], ["--workload", "a ResilientTrainer without", "workload()"]),
         (["--workload", "tests.agent.own_jobs:workload"], ["--pipelines: got 3", "2, as"]),

@@ -62,6 +62,7 @@ from openrecycle.agent.workers.spec import (
     code_of,
     decode_spec,
     encode_spec,
+    packages_of,
     same_on_all,
     source_of,
 )
@@ -606,6 +607,30 @@ def test_what_is_beside_a_script_but_not_the_user_s_is_not_compared(
     assert code_of("a_library") not in ("", before)
     model.write_text("x = 1")
     assert code_of("a_job_there") != before
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_script_is_known_by_the_versions_of_what_it_imports(
+    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of another version of transformers may compute something else."""
+    script, library = tmp_path / "a", tmp_path / "a" if beside else tmp_path / "b"
+    about = library / "lib_of_a_job-1.0.dist-info"
+    about.mkdir(parents=True)
+    script.mkdir(exist_ok=True)
+    for folder in {script, library}:
+        monkeypatch.syspath_prepend(str(folder))
+    (script / "a_job_with_a_library.py").write_text("import os.path, torch\nfrom a_lib.deep import x")
+    (library / "a_lib").mkdir()
+    (library / "a_lib" / "__init__.py").write_text("")
+    (about / "RECORD").write_text("a_lib/__init__.py,,\n")
+    for version in ("1.0", "1.1"):
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: lib-of-a-job\nVersion: {version}\n")
+        assert packages_of("a_job_with_a_library") == [f"lib-of-a-job {version}"]
+        told = same_on_all(NamedWorkload("a_job_with_a_library:x"))
+        assert told["packages"] == f"lib-of-a-job {version}"
+    assert packages_of("a_lib.deep") == [f"lib-of-a-job {version}"]
+    assert packages_of("not_there", "openrecycle.agent.examples.gpt") == []
 
 
 def test_a_neighbour_that_can_t_be_read_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,21 @@ def test_every_option_reaches_the_worker_on_another_node() -> None:
         assert value(told, leaf.path) == all_changed()[leaf.path] != leaf.default, leaf.path
 
 
+def test_a_job_knows_which_options_of_another_command_are_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {path: value for path, value in all_changed().items() if path in FLAGS}
+    spec = WorkerSpec(Worker(0, 0), "abc", RunSpec(everything_changed(job=JOB).anchored(), NamedWorkload("a:b")))
+    told = decode_spec(json.loads(json.dumps(encode_spec(spec)))).run.options
+    same = {"job.stages": 4}
+    assert told.unlike(given | same) == {}
+    assert told.unlike({"faults.timeouts.silence": 99.0}) == {}, "a console may have changed it"
+    differ = TrainingOptions(job=JOB).unlike(given | same | {"job.micro_batches": 5})
+    assert differ.keys() == {*given, "job.micro_batches"}
+    assert differ["job.micro_batches"] == (5, 6) and differ["seed"] == (1, 0)
+
+
 def test_every_option_reaches_the_job_from_the_command_line() -> None:
     got: list[TrainingOptions] = []
 

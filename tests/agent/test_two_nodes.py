@@ -38,6 +38,8 @@ def test_a_lost_node_costs_no_bit(reference: Run, tmp_path: Path) -> None:
     """The whole second node is killed, three workers of six and their launcher; the first goes on."""
     with two_nodes(tmp_path, *PACED) as (lead, node):
         until(lambda: len(lines(tmp_path)) >= 2, "two iterations")
+        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in members(node.pid)}
+        assert {"W1_0", "W1_1", "W1_2"} <= names, "as people know them who kill one by hand"
         kill_group(node)
         assert lead.wait(90) == 0, (tmp_path / "lead.log").read_text()
     run = Run(0, "", tuple(lines(tmp_path)))
@@ -45,6 +47,28 @@ def test_a_lost_node_costs_no_bit(reference: Run, tmp_path: Path) -> None:
     assert sorted(failure["worker"] for failure in run.failures) == ["W1_0", "W1_1", "W1_2"]
     assert run.iterations[0]["living"] == 6 and run.iterations[-1]["living"] == 3
     assert golden("the-connection-with-node-1") in (tmp_path / "lead.log").read_text()
+
+
+def test_the_options_of_the_lead_count_also_once_another_leads(reference: Run, tmp_path: Path) -> None:
+    """The other node says which of those on its own command line do not; not those that are the same, or its own."""
+    options = (*GRID, "--iterations", str(ITERATIONS), *PACED)
+    place = ("--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
+    others = ("--micro-batches", "3", "--seed", "7", "--optimizer-sharding", "zero1", "--profile", "gpt-3-medium")
+    own = ("--workload-options", '{"width": 64}', "--record", str(tmp_path / "run.jsonl"))
+    first = str(tmp_path / "first.jsonl")
+    lead = launch_node(tmp_path / "lead.log", *options, *TINY, *place, "--node-rank", "0", "--record", first)
+    node = launch_node(tmp_path / "node.log", *options, *others, *own, *place, "--node-rank", "1")
+    try:
+        until(lambda: len(lines(tmp_path, "first.jsonl")) >= 2, "two iterations")
+        os.kill(lead.pid, signal.SIGKILL)
+        assert node.wait(90) == 0, (tmp_path / "node.log").read_text()
+    finally:
+        kill_group(lead)
+        kill_group(node)
+    run = Run(0, "", tuple(lines(tmp_path)))
+    assert run.losses == reference.losses and run.final == reference.final
+    (text,) = [line for line in (tmp_path / "node.log").read_text().splitlines() if "--seed" in line]
+    assert {word for word in text.split() if word.startswith("--")} == {*others[::2], own[0]}
 
 
 def test_a_worker_elsewhere_dies_and_comes_back(reference: Run, tmp_path: Path) -> None:

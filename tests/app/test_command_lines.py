@@ -93,3 +93,12 @@ def test_a_wrong_word_is_one_sentence(
 ) -> None:
     status, text = said(*words, monkeypatch=monkeypatch, capsys=capsys)
     assert status == 2 and text.startswith("error: ") and text.count("\n") == 1, text
+
+
+def test_an_example_that_is_started_without_its_arguments_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "openrecycle.agent.examples.own_loop"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    status, text = said(name, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2 and text.rstrip().endswith("console, run, worker, shared"), text

@@ -21,7 +21,9 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from openrecycle.app.cli import cli
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.observing import history as histories
 from openrecycle.app.observing.history import (
@@ -105,6 +107,17 @@ def counts(database: Database) -> dict[str, int]:
             for t in Base.metadata.sorted_tables
             if t.name not in ("audit", "leadership")
         }
+
+
+def test_a_file_that_can_not_be_written_is_named_as_the_user_has_named_it(
+    origin: tuple[Database, str, Path], tmp_path: Path
+) -> None:
+    """It is written beside, under a longer name, which this file system does not take."""
+    database, job_id, _ = origin
+    name, url = str(tmp_path / ("x" * 250)), database.url.render_as_string()
+    done = CliRunner().invoke(cli, ["export", "--job", job_id, "--out", name, "--database-url", url])
+    assert done.exit_code == 2 and done.stderr.startswith(f"--out: got {name!r}, "), done.stderr
+    assert ".part" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_there_and_back_again_equal_row_by_row(
