@@ -255,9 +255,10 @@ def test_a_worker_that_is_started_again_takes_its_state_from_a_peer(tmp_path: Pa
         until(lambda: any(line.get("done") == 7 for line in running["W0_0"].said()), "the others")
         running["W1_0"] = Loop(server, tmp_path, "W1_0", {})
         assert running["W1_0"].end() == 0, running["W1_0"].error
-        # The others were let into iteration 12 as each heard of it: they may all have heard before they reduced.
+        # The others wait for it before iteration 12 at the latest; it is in the next one that all of them begin after
+        # they have heard of it.
         first = next(line["done"] for line in running["W1_0"].said() if "done" in line)
-        assert first in (12, 13)
+        assert 8 <= first <= 13
         for worker, loop in running.items():
             loop.check(first if worker == "W1_0" else 0)
             assert len(forwards(loop.ops(13))) == 3

@@ -139,7 +139,7 @@ def test_a_long_body_is_answered_as_a_short_one(
         ("/solves", {"kind": "plan", "job": DOCUMENT, "failed": ["x"] * 300_000}, "plan.failed.0: got 'x'"),
         ("/jobs/{job_id}/heartbeats", {"heartbeats": [{}] * 8_192}, "heartbeats.0.worker: missing"),
         ("/jobs/{job_id}/heartbeats", {"heartbeats": [BEAT] * 8_192, "x": 1}, "x: got 1,"),
-        ("/jobs/{job_id}/measured", {"starts_us": [-1] * 99_999}, "worker: missing"),
+        ("/jobs/{job_id}/measured", {"starts_us": [-1] * 99_999}, "kinds: missing"),
         ("/jobs/{job_id}/iterations", {"iterations": [{}] * 1_000}, "iterations.0.iteration: missing"),
         ("/jobs/{job_id}/choice", {"name": "x", "failed": ["x"] * 16_000}, "failed.0: got 'x'"),
         ("/jobs/{job_id}/events/acknowledge", {"seqs": [0] * 1_000}, "seqs.0: got 0"),
