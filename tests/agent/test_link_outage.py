@@ -638,7 +638,8 @@ def test_a_death_while_the_console_is_away_is_said(console: Console) -> None:
     try:
         link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
         (event,) = until(lambda: link.poll(time.monotonic() + AWAY_SECONDS), "it to be said", TIMEOUT)
-        assert isinstance(event, LauncherWarning) and golden("the-job-stands-still-until-it-answers") in event.text
+        # Until it answers, or takes reports: whichever thread has found the console away first.
+        assert isinstance(event, LauncherWarning) and golden("the-job-stands-still") in event.text
         assert f":{console.server_port}" in event.text, "where it is looked for"
     finally:
         link.close(lambda: True)
