@@ -175,6 +175,7 @@ class Leadership:
         self._prepare, self._clock = prepare, clock
         self._session: LeaderSession | None = None
         self._locked = False
+        self._evicted = False  # has the last look ended sessions?
         self._confirmed = 0.0  # a time before the newest renewal of the lease: when it was asked for
         self._led = False  # whether this console led last, as far as is known
         self._status = LeaderStatus(None, "", "this console is starting")
@@ -294,8 +295,11 @@ class Leadership:
                 assert self._session is not None and lease is not None
                 ended = self._session.evict(lease.holder, None if lease.holder == self._me else lease.renewed)
                 log.warning("sessions that held the lead were ended", reason=reason, ended=ended)
-                if ended:
+                # A session gives the lock back before it leaves the list. So if none is left to be ended, the lock may
+                # have become free since it was tried.
+                if ended or self._evicted:
                     self._wake.set()
+                self._evicted = bool(ended)
 
     def _lead(self, lease: Lease | None) -> None:
         assert self._session is not None
