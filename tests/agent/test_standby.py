@@ -253,7 +253,6 @@ def test_a_cancelled_group_ends_what_has_carried_something_and_begins_nothing_in
     with pytest.raises(TransferError):
         second.receive(0, torch.zeros(1), 6).wait()
     until(lambda: _connections() <= before - 2)
-    assert _connections() == before - 2
     waits = third.receive(0, torch.zeros(1), 5)
     with pytest.raises(TransferError):
         first.send(2, torch.zeros(1), 5)
