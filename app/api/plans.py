@@ -51,10 +51,7 @@ from openrecycle.app.plans.solving import (
     Solve,
 )
 from openrecycle.app.plans.sources import OfJob, Reference, Saved, Source
-from openrecycle.app.runtime.errors import (
-    ConsoleError,
-    invalid,
-)
+from openrecycle.app.runtime.errors import ConsoleError, invalid
 from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.app.security.access import ACTOR, actor_of
 from openrecycle.planner.export import EXPORTERS

@@ -30,13 +30,7 @@ from openrecycle.app.catalogs.contents import (
     share_of_cores,
     summary,
 )
-from openrecycle.app.runtime.errors import (
-    ConsoleError,
-    damaged_plan,
-    invalid,
-    starting,
-    storing,
-)
+from openrecycle.app.runtime.errors import ConsoleError, damaged_plan, invalid, starting, storing
 from openrecycle.app.runtime.processes import ChildEnded, Children, PendingAnswer
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import CatalogInfo, StoredCatalog, folder_files

@@ -15,12 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from openrecycle.agent.messages.protocol import OpKind
-from openrecycle.app.runtime.errors import (
-    ConsoleError,
-    invalid,
-    named,
-    storing,
-)
+from openrecycle.app.runtime.errors import ConsoleError, invalid, named, storing
 from openrecycle.db import plan_rows as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError

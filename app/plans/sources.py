@@ -25,13 +25,7 @@ from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.library import Library, PlanCache
 from openrecycle.app.plans.solving import Making
-from openrecycle.app.runtime.errors import (
-    ConsoleError,
-    invalid,
-    plain,
-    storing,
-    unknown_plan,
-)
+from openrecycle.app.runtime.errors import ConsoleError, invalid, plain, storing, unknown_plan
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError, PlannerError
