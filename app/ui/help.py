@@ -103,7 +103,7 @@ def _own(colours: Palette) -> None:
     if get_console().security.access.guarded:
         st.markdown("This console asks for a token. Processes that report to it find it in their environment:")
         st.code(token_line(), language="bash")
-    st.markdown("A training script of your own: stages, loss and data, and the console to report to.")
+    st.markdown("A training script of your own: the model, the data, and the console to report to.")
     st.code(trainer(address), language="python")
     st.markdown(
         "From the command line, with a class that says the same (`openrecycle.agent.models.workload.Workload`):"
