@@ -97,6 +97,8 @@ CLOSE_SECONDS = 5.0
 _ASK_SECONDS, _ASKED_A_SECOND = 0.3, 100
 """Between two questions of one worker whether the job is over; the most that all workers ask in a second. To answer one
 takes the console more than a millisecond, and it has to hear the worker whose losses are shown meanwhile."""
+_SENT_AWAY_SECONDS = LONG_POLL_SECONDS / 4
+"""A request that waits for a generation and ends sooner, without one, ends because the job has, or the console does."""
 OVER = JobState.FINISHED, JobState.STOPPED
 _REGISTERING_SECONDS = 0.05
 _UNANSWERED = 4
@@ -408,6 +410,7 @@ class Reporter:
                     self._closing.wait(_REGISTERING_SECONDS)
                     continue
                 generation = max(generation, self._before)
+                asked = time.monotonic()
                 found = next_deployment(client, self._job_path, generation, plans, LONG_POLL_SECONDS)
                 backoff.reset()
                 self._in_vain = False
@@ -417,6 +420,10 @@ class Reporter:
                 if self._closing.is_set():
                     return
                 if found is None:
+                    if time.monotonic() - asked < _SENT_AWAY_SECONDS:
+                        # All were, so they do not ask at the same time.
+                        pause = asking_pause(self._job.pipelines * self._job.stages)
+                        self._closing.wait(random.uniform(0.0, 2 * pause))
                     self._look_whether_over(client)
                     continue
                 generation = found[0].generation

@@ -183,7 +183,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
         """The newest deployment with a generation above `after`, as soon as there is one; 204: none in time, or in
-        less where many wait."""
+        less where many wait; or the job has ended meanwhile."""
         topic = (await console.jobs.find_beside(job_id)).generation_topic
         found = await topic.wait_for(lambda: console.reports.deployment(job_id, after), wait)
         return Response(status_code=204) if found is None else Response(found, media_type="application/json")

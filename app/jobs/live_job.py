@@ -628,7 +628,8 @@ class LiveJob:
         self.lock = threading.RLock()
         self.version = 0  # rises with everything that is stored; cached views are keyed by it
         self.topic = Topic()  # published whenever anything is stored
-        self.generation_topic = Topic()  # thousands of workers may wait for it: only a new generation wakes them
+        # Thousands of workers may wait for it: only a new generation wakes them, and the end of the job.
+        self.generation_topic = Topic()
         self.plans = JobPlans(job_id, spec, store, self.lock, look_up, self._answered, self.stored)
         self.state = State.new(
             spec.pipelines,
@@ -651,7 +652,7 @@ class LiveJob:
         self._clock = clock
         self._ticked = clock()
         self._beats: dict[str, LastHeartbeat] = {}  # heartbeats that the coordinator has not taken yet
-        self._published_generation = 0
+        self._published_generation, self._published_over = 0, self.state.over is not None
         self.deleted = False  # then nothing of it is stored any more
         self._doubtful = False  # may the database hold another state than this object?
         # When, by `clock`, the job may be read back again, and until when ticks wait for that after one was in vain.
@@ -811,6 +812,9 @@ class LiveJob:
         if self._published_generation != self.state.generation:
             self._published_generation = self.state.generation
             self.generation_topic.publish()
+        if self.state.over and not self._published_over:
+            self._published_over = True
+            self.generation_topic.dismiss()
         if wanted is not None:
             self.ask_for(wanted)
         if change.generation:

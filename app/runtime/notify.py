@@ -29,6 +29,7 @@ class Topic:
         self._lock = threading.Lock()
         self._waiters: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._closed = False
+        self._dismissed = 0
 
     def publish(self) -> None:
         waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
@@ -38,6 +39,12 @@ class Topic:
         for loop, futures in waiting.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_wake_some, loop, futures)  # one call for all: to interrupt a loop is slow
+
+    def dismiss(self) -> None:
+        """Ends the waiting of all who wait now: `wait_for` returns None if there is no news."""
+        with self._lock:
+            self._dismissed += 1
+        self.publish()
 
     def close(self) -> None:
         """Ends all waiting, now and later; `wait_for` returns None if there is no news."""
@@ -50,12 +57,12 @@ class Topic:
         return bool(self._waiters)
 
     async def wait_for(self, look: Callable[[], T | None], timeout: float) -> T | None:
-        """Returns the first `look()` that is not None, or None after `timeout` seconds (sooner if many wait). `look`
-        must not block."""
+        """Returns the first `look()` that is not None, or None after `timeout` seconds (sooner if many wait, or
+        after `dismiss`). `look` must not block."""
         loop = asyncio.get_running_loop()
         if len(self._waiters) >= self._many:
             timeout *= random.SystemRandom().uniform(*self._shares)
-        until = loop.time() + timeout
+        until, dismissed = loop.time() + timeout, self._dismissed
         while True:
             news: asyncio.Future[None] = loop.create_future()
             with self._lock:
@@ -63,7 +70,7 @@ class Topic:
             try:
                 found = look()
                 left = until - loop.time()
-                if found is not None or self._closed or left <= 0:
+                if found is not None or self._closed or self._dismissed != dismissed or left <= 0:
                     return found
                 timer = loop.call_later(left, _wake, news)
                 try:

@@ -101,3 +101,19 @@ def test_thousands_that_wait_are_woken_some_at_a_time() -> None:
 
     steps = asyncio.run(run())
     assert max(b - a for a, b in zip([0, *steps], steps, strict=False)) <= AT_ONCE
+
+
+def test_who_is_dismissed_waits_no_longer_and_who_comes_later_does() -> None:
+    async def main() -> None:
+        topic = Topic()
+        waiting = asyncio.create_task(topic.wait_for(lambda: None, 60))
+        await asyncio.sleep(0)
+        topic.dismiss()
+        assert await asyncio.wait_for(waiting, 10) is None
+        later = asyncio.create_task(topic.wait_for(lambda: None, 60))
+        await asyncio.sleep(0)
+        assert not later.done() and topic.followed
+        topic.close()
+        await later
+
+    asyncio.run(main())

@@ -16,6 +16,7 @@ from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
     FailureReport,
+    JobFinished,
     JobSpec,
     RefusedReport,
     Registration,
@@ -282,6 +283,27 @@ def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: 
         return len(looks)
 
     assert asyncio.run(main()) == 2
+
+
+def test_who_waits_for_a_generation_is_sent_away_once_the_job_ends(console: ConsoleService) -> None:
+    """A loop of its own that waits for the others would learn 20 s late that they are done."""
+    job_id = console.jobs.create(SPEC)[0].job_id
+    job = console.jobs.find(job_id)
+    console.reports.register(job_id, REGISTRATIONS)
+
+    async def main() -> None:
+        waiting = asyncio.create_task(job.generation_topic.wait_for(lambda: None, 600))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(console.reports.finish, job_id, JobFinished(state="finished"))
+        await asyncio.wait_for(waiting, 60)
+        # Who asks again waits, and does not ask without a pause.
+        waiting = asyncio.create_task(job.generation_topic.wait_for(lambda: None, 600))
+        await asyncio.sleep(0)
+        assert job.generation_topic.followed
+        job.generation_topic.close()
+        await waiting
+
+    asyncio.run(main())
 
 
 def test_what_is_posted_while_a_job_stores_is_taken_together_and_answered_apart() -> None:
