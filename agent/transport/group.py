@@ -12,7 +12,8 @@ ends those over which something has passed (see `_that_carried`): gloo sends som
 either end. So nothing waits in another connection. Nor was a transfer posted in one and then dropped, which would make
 gloo's thread spin once the peer sends it. None is posted later either: a thread that posts a transfer, or begins to
 wait, looks after that whether the group has been cancelled, and then closes it. While there is a sum, whose messages
-gloo posts at any time, `cancel` ends all connections.
+gloo posts at any time, `cancel` ends all connections. To ask for each connection what has passed takes 5 µs; so this
+is asked during training (`look_ahead`), and again only if something was posted with yet another rank.
 
 A pair between two living ranks is as good as before when a third one has died. So what needs only pairs (sends,
 receives, `gather`) goes on in a group that has lost members; a sum does not.
@@ -421,6 +422,8 @@ class GivenGlooGroup(Group):
         self.spare: list[Tensor] = []
         """Memory for pieces that come, which is not in use."""
         self._waits: dict[GlooPending, None] = {}
+        self._posted: set[int] = set()
+        """The ranks with which a transfer was ever posted."""
         self._cancelled = False
         self._sums = 0
         """The number of gloo's own collectives that have begun and not ended."""
@@ -444,6 +447,7 @@ class GivenGlooGroup(Group):
         """Raises RuntimeError."""
         if not self._cancelled:
             work = (self._group.send if sends else self._group.recv)([tensor], other, tag)
+            self._posted.add(other)
             # The order matters, as in `begin_wait`: either `cancel` sees what was posted, or this sees the cancel.
             if not self._cancelled:
                 return work
@@ -571,27 +575,22 @@ def wake(group: Any, ranks: Iterable[int]) -> None:
 
 
 class GlooGroup(GivenGlooGroup):
-    """A gloo group that is formed here. address: of this host, as its peers reach it. device: the gloo device that
-    peers connect to; None: a new one."""
+    """A gloo group that is formed here. devices: its peers connect to one of these."""
 
     def __init__(
-        self,
-        store: Any,
-        name: str,
-        rank: int,
-        members: Sequence[Worker],
-        timeouts: Timeouts,
-        address: str,
-        device: GlooDevice | None = None,
+        self, store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, devices: Devices
     ) -> None:
         """Waits until all ranks are there. Raises RuntimeError."""
         own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
-        self.device = device or GlooDevice(address)
-        others = set(self.device.connections())
-        group = compat.gloo_group(own, rank, len(members), timeout=form, device=self.device.made)
-        super().__init__(group, rank, members, timeouts)
-        self._connections = [target for target in self.device.connections() if target not in others]
+        with devices.lent() as self._device:
+            others = set(self._device.connections())
+            group = compat.gloo_group(own, rank, len(members), timeout=form, device=self._device.made)
+            super().__init__(group, rank, members, timeouts)
+            own_connections = self._device.new_connections(others, len(members) - 1)
+        self._connections = own_connections
         """The group's own connections, some of which may have been closed since; empty where they can't be found."""
+        self._used: tuple[int, list[_Descriptor]] | None = None
+        """The connections over which something has passed, when transfers had been posted with so many ranks."""
 
     def keep_alive(self) -> None:
         """Keeps connections alive over which nothing passes. May be called from any thread."""
@@ -600,25 +599,35 @@ class GlooGroup(GivenGlooGroup):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
 
+    def look_ahead(self) -> None:
+        """Finds out what `cancel` will have to end, unless something is posted with other ranks until then. May be
+        called from any thread."""
+        posted = len(self._posted)  # before the look, which sees all that these have brought about
+        self._used = posted, list(_that_carried(self._connections))
+
     def cancel(self) -> None:
         if not self._cancelled:
             super().cancel()
 
     def _wake(self) -> None:
-        if not self.device.told:
+        if not self._device.told:
             super()._wake()
             return
+        used = self._used
         # Does not call `wake`: a wait that times out before gloo's thread has come round would close the others, too.
-        _end(self._connections if self._sums else _that_carried(self._connections))
+        if self._sums:
+            _end(self._connections)
+        elif used is not None and used[0] == len(self._posted):
+            _end(used[1])
+        else:
+            _end(_that_carried(self._connections))
 
     def _end_all(self) -> None:
         _end(self._connections)
 
 
 class GlooDevice:
-    """A gloo device: it listens for the peers of groups, and has a thread that reads what they send. Groups that are
-    made one after the other may share one: each device looks a hundred times a second whether it is still needed, and
-    finding out what it polls takes some milliseconds."""
+    """A gloo device: it listens for the peers of groups, and has a thread that reads what they send."""
 
     def __init__(self, address: str) -> None:
         self.made, self._listener = _device_at(address)
@@ -633,6 +642,51 @@ class GlooDevice:
         if self._listener is None:
             return []
         return [target for target in _polled(self._listener.poll) if target not in self._listener.others]
+
+    def new_connections(self, before: Collection[_Descriptor], count: int) -> list[_Descriptor]:
+        """Returns those of a group that has just been made, of at most `count`. before: the device's earlier ones."""
+        found = [target for target in self.connections() if target not in before]
+        # A peer that is ahead may be connecting for another group. gloo polls that until it has read for which.
+        for _ in range(_LOOKS):
+            if len(found) <= count:
+                break
+            time.sleep(_LOOK_SECONDS)
+            there = set(self.connections())
+            found = [target for target in found if target in there]
+        return found
+
+
+_LOOKS, _LOOK_SECONDS = 20, 1e-3
+"""How often a device's new connections are looked at again while there are too many, and after which time."""
+
+
+class Devices:
+    """The gloo devices of a worker at one address, as few as will do: each has a thread that wakes a hundred times a
+    second, and 512 of them, for 256 workers with connections on standby, take half a core. Finding out what a device
+    polls takes some milliseconds, too."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._free: GlooDevice | None = None
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[GlooDevice]:
+        """Lends a device to one caller at a time, who makes a group: new connections are the group's. If it can't be
+        made, others don't get the device: a peer may still connect to it for that group, and gloo would keep such a
+        connection as long as the device."""
+        with self._lock:
+            device, self._free = self._free, None
+        device = device or GlooDevice(self.address)
+        yield device
+        with self._lock:
+            self._free = device
+
+    def retire(self) -> None:
+        """Has the next group be made with a new device, as this worker makes no more groups of those that its peers
+        make."""
+        with self._lock:
+            self._free = None
 
 
 class _Descriptor(NamedTuple):

@@ -22,7 +22,7 @@ from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models import compat
 from openrecycle.agent.transport import communicator
-from openrecycle.agent.transport.group import GlooGroup, Group, NcclGroup
+from openrecycle.agent.transport.group import Devices, GlooGroup, Group, NcclGroup
 from openrecycle.planner.jobs.job import Worker
 
 _MESSAGE, _RECEIVED = 0, 1
@@ -108,12 +108,10 @@ def _stream(operations: queue.SimpleQueue[tuple[Callable[[], None], _Work]]) -> 
         work.done.set()
 
 
-def _group(
-    store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str, device: Any
-) -> Group:
+def _group(store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, devices: Devices) -> Group:
     """The control plane is gloo's on GPUs, too."""
     if name.endswith("/world"):
-        return GlooGroup(store, name, rank, members, timeouts, address, device)
+        return GlooGroup(store, name, rank, members, timeouts, devices)
     return NcclGroup(store, name, rank, members, timeouts, torch.device("cpu"))
 
 

@@ -453,7 +453,7 @@ def _alone(begun: groups.Begun) -> Groups:
     me = Worker(0, 0)
     store: Any = torch.distributed.HashStore()
     return Groups(
-        *(store, 1, me, [me], Timeouts(), "127.0.0.1", "ordered", torch.device("cuda")),
+        *(store, 1, me, [me], Timeouts(), None, "ordered", torch.device("cuda")),
         begun=begun,
     )
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.own_loops.own_loop import LearnedTransfers
-from openrecycle.agent.transport.group import GlooGroup
+from openrecycle.agent.transport.group import Devices, GlooGroup
 from openrecycle.agent.transport.transfers import Lines, Script
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
@@ -29,7 +29,7 @@ TIMEOUTS = Timeouts(transfer=30.0, group=40.0)
 
 
 def lines_of(store: Any, me: Worker, living: list[Worker]) -> Lines:
-    group = GlooGroup(store, "world", living.index(me), living, TIMEOUTS, "127.0.0.1")
+    group = GlooGroup(store, "world", living.index(me), living, TIMEOUTS, Devices("127.0.0.1"))
     return Lines(me, group, group, None, {worker: i for i, worker in enumerate(living)})
 
 

@@ -21,7 +21,7 @@ from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.transport import communicator
 from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
-from openrecycle.agent.transport.group import GivenGlooGroup, GlooDevice, GlooGroup, TransferError
+from openrecycle.agent.transport.group import Devices, GivenGlooGroup, GlooGroup, TransferError
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(100)]
@@ -204,7 +204,7 @@ def test_whoever_waits_for_any_rank_is_woken(trains: bool, late: bool, store: Re
     groups = job.form(1, GRID)
     if trains:
         for mine in groups.values():
-            mine.keep_alive()
+            mine.look_ahead()
     first = groups[GRID[0]]
     pending = [first.receive(w, torch.zeros(1), 5) for w in GRID[1:]]
     woken = []
@@ -227,12 +227,13 @@ def test_whoever_waits_for_any_rank_is_woken(trains: bool, late: bool, store: Re
     assert sorted(woken) == list(range(len(pending)))
 
 
-@pytest.mark.parametrize("reused", [False, True])
+@pytest.mark.parametrize(("reused", "looks"), [(False, ""), (False, "before"), (False, "after"), (True, "")])
 def test_a_cancelled_group_ends_what_has_carried_something_and_begins_nothing_in_the_rest(
-    reused: bool, store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+    reused: bool, looks: str, store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was posted and dropped ends at both ends, though nobody waits for it here. reused: what polls gets the
-    number of what another thread closes just then."""
+    number of what another thread closes just then. looks: when the group looks ahead: what is posted later, ends,
+    too."""
     job, members, device = Job(store), GRID[:3], compat.gloo_device
     closed = [select.epoll() for _ in range(3 * 8 * reused)]
 
@@ -244,11 +245,15 @@ def test_a_cancelled_group_ends_what_has_carried_something_and_begins_nothing_in
 
     monkeypatch.setattr(compat, "gloo_device", make_device)
     groups = job.all(
-        members, lambda me: GlooGroup(_client(store), "some", members.index(me), members, PATIENT, LOOPBACK)
+        members, lambda me: GlooGroup(_client(store), "some", members.index(me), members, PATIENT, Devices(LOOPBACK))
     )
     first, second, third = groups.values()
     before = _connections()
+    if looks == "before":
+        first.look_ahead()
     first.receive(1, torch.zeros(1), 5)
+    if looks == "after":
+        first.look_ahead()
     first.cancel()
     with pytest.raises(TransferError):
         second.receive(0, torch.zeros(1), 6).wait()
@@ -266,12 +271,45 @@ def test_a_cancelled_group_ends_what_has_carried_something_and_begins_nothing_in
     assert int(pending.wait()) == 1
 
 
+def test_a_worker_that_loses_peers_keeps_its_device(store: RendezvousStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has a thread that wakes a hundred times a second."""
+    job, made, device = Job(store), list[str](), compat.gloo_device
+
+    def make_device(address: str) -> Any:
+        made.append(address)
+        return device(address)
+
+    monkeypatch.setattr(compat, "gloo_device", make_device)
+    for generation in (1, 2, 3):
+        living = GRID[: len(GRID) + 1 - generation]
+        job.exchange(job.form(generation, living))
+        job.stand_by(living)
+    assert len(made) == len(GRID)
+
+
+def test_groups_that_connect_at_once_or_after_one_that_could_not_have_other_devices() -> None:
+    """Connections are told apart by when they were made, and a peer may still connect for the group that failed."""
+    devices, broken = Devices(LOOPBACK), RuntimeError("no peer came")
+    with devices.lent() as first, devices.lent() as second:
+        assert first is not second
+    with devices.lent() as kept:
+        assert kept in (first, second)
+    with contextlib.suppress(RuntimeError), devices.lent() as left:
+        assert left is kept
+        raise broken
+    with devices.lent() as fresh:
+        assert fresh not in (first, second)
+    devices.retire()
+    with devices.lent() as other:
+        assert other is not fresh
+
+
 def test_groups_that_are_heard_at_one_device_end_one_by_one(store: RendezvousStore) -> None:
     job, members = Job(store), GRID[:3]
-    devices = {w: GlooDevice(LOOPBACK) for w in members}
+    devices = {w: Devices(LOOPBACK) for w in members}
 
     def make(name: str) -> Callable[[Worker], GlooGroup]:
-        return lambda me: GlooGroup(_client(store), name, members.index(me), members, PATIENT, LOOPBACK, devices[me])
+        return lambda me: GlooGroup(_client(store), name, members.index(me), members, PATIENT, devices[me])
 
     some, other, last = (job.all(members, make(name)) for name in ("some", "other", "last"))
     for ended, left in ((other, (some, last)), (last, (some,))):

@@ -22,7 +22,15 @@ import torch.distributed
 from openrecycle.agent.config.devices import Kind, Platform, Transport
 from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.transport.communicator import Groups
-from openrecycle.agent.transport.group import GlooGroup, Group, HostGroup, NcclGroup, TransferError, halt_all
+from openrecycle.agent.transport.group import (
+    Devices,
+    GlooGroup,
+    Group,
+    HostGroup,
+    NcclGroup,
+    TransferError,
+    halt_all,
+)
 from openrecycle.planner.jobs.job import Worker
 
 dist: Any = torch.distributed
@@ -107,7 +115,7 @@ def _group(rank: Rank, name: str, device: torch.device) -> Group:
     if rank.transport == "ordered":
         messages = name != "stage"
         return NcclGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, device, messages=messages)
-    group = GlooGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, LOOPBACK)
+    group = GlooGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, Devices(LOOPBACK))
     return group if device.type == "cpu" else HostGroup(group)
 
 
@@ -300,7 +308,7 @@ def _form(
     device, me, living = device or rank.take(), rank.members[rank.number], living or rank.members
     begun = time.monotonic()
     groups = Groups(
-        *(rank.store, generation, me, living, TIMEOUTS, LOOPBACK, rank.transport, device),
+        *(rank.store, generation, me, living, TIMEOUTS, Devices(LOOPBACK), rank.transport, device),
         # As a plan has them that routes around the dead one.
         [w for w in living if abs(w.stage - me.stage) == 1],
     )
