@@ -226,8 +226,9 @@ def newest_partition(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the layers per stage with which all go on. rows: for each worker that has layers, the generation in which
     it took them into use, and its layers per stage. If only some workers have changed over, the others have received
     all that they need for it (agent.workers.loop). Raises NoAgreementError."""
-    first, newest = min(rows), max(rows)
-    if any(row[0] == newest[0] and row != newest for row in rows) or len({row[1:] for row in rows}) > 2:
+    different = set(rows)
+    first, newest = min(different), max(different)
+    if any(row[0] == newest[0] and row != newest for row in different) or len({row[1:] for row in different}) > 2:
         cuts = " and ".join(", ".join(map(str, row[1:])) for row in (first, newest))
         raise NoAgreementError(f"workers have cut the model in different ways, into {cuts} layers per stage")
     return newest[1:]
@@ -256,6 +257,8 @@ def check_alike(
     there are none, all are compared. differing: returns the names of settings that differ between two numbers. Raises
     NoAgreementError when known workers differ: the job can go on without a newcomer, but not without one of them.
     """
+    if len(set(rows.values())) == 1:
+        return {}
     known = known or rows
     first, found = min(known), {}
     for worker in sorted(rows):

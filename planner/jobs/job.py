@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -278,6 +278,7 @@ class Worker(NamedTuple):
         return f"W{self.pipeline}_{self.stage}"
 
     @classmethod
+    @lru_cache(maxsize=1 << 14)  # every worker reads the names of all others after each death
     def parse(cls, text: str, *, field: str = "worker") -> Worker:
         """Raises InputError unless `text` reads W<pipeline>_<stage>."""
         match = _WORKER.fullmatch(text.strip())
