@@ -409,33 +409,21 @@ def public_traces() -> dict[str, Trace]:
 
 # -- a job's own past --------------------------------------------------------------------------------
 
-# The words of a record for a worker that is lost, and for one that is back.
-LOST = ("failed", "lost", "killed", "left", "remove")
-BACK = ("joined", "rejoined", "recovered", "restarted", "add")
-
 
 def from_history(
-    rows: Iterable[tuple[float, str, str]], workers: Iterable[str], *, end: float, name: str = "history"
+    rows: Iterable[tuple[float, str, Literal["failed", "joined"]]], workers: Iterable[str], *, end: float
 ) -> Trace:
     """Make a trace from a job's record. rows: (seconds since the job began, worker, event). workers: those that it
-    began with. end: seconds.
-
-    A second loss of a worker in a row, or a second return, is left out. Raises InputError for an event that is neither
-    a loss nor a return.
+    began with. end: seconds. A second loss of a worker in a row, or a second return, is left out.
     """
     living = set(workers)
     events = [Event(0, "add", worker) for worker in sorted(living)]
     for time, worker, what in sorted(rows, key=lambda row: row[0]):
-        if not 0 <= time < float("inf"):
-            raise InputError(f"{name} time of {worker}", time, "seconds since the job began")
-        if what not in (*LOST, *BACK):
-            raise InputError(f"{name} event of {worker}", what, "one of " + ", ".join((*LOST, *BACK)))
-        if (worker in living) is (what in BACK):
+        if (worker in living) is (what == "joined"):
             continue
-        action: Literal["add", "remove"] = "remove" if what in LOST else "add"
-        (living.remove if what in LOST else living.add)(worker)
-        events.append(Event(round(time * 1000), action, worker))
-    return Trace.of(name, events, end=round(end * 1000))
+        events.append(Event(round(time * 1000), "remove" if worker in living else "add", worker))
+        living ^= {worker}
+    return Trace.of("its own history", events, end=round(end * 1000))
 
 
 # -- traces drawn from distributions ------------------------------------------------------------
