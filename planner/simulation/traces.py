@@ -173,10 +173,6 @@ def events_of_counts(counts: Iterable[tuple[int, int]], *, name: str) -> list[Ev
 _PAIR = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18}):([0-9]{1,18})")
 
 
-def is_gpu_hours(line: str) -> bool:
-    return _PAIR.fullmatch(line.split()[0].rstrip(",")) is not None
-
-
 def read_gpu_hours(name: str, lines: list[tuple[int, str]]) -> Trace:
     """Read pairs over any number of lines. Without `end` the trace ends at its last pair."""
     counts: list[tuple[int, int]] = []
@@ -247,10 +243,6 @@ def read_events(name: str, lines: list[tuple[int, str]]) -> Trace:
 _DATED = re.compile(r"([0-9]{4}-[0-9][0-9]-[0-9][0-9])\s*,\s*([0-9][0-9]:[0-9][0-9]:[0-9][0-9])\s*,\s*([0-9]+)")
 
 
-def is_dated(line: str) -> bool:
-    return _DATED.fullmatch(line) is not None
-
-
 def read_dated(name: str, lines: list[tuple[int, str]]) -> Trace:
     """Read `date, time, count` samples in any order (some files have late rows); time 0 is the earliest."""
     samples: list[tuple[datetime, int]] = []
@@ -308,10 +300,6 @@ def _counted(name: str, counts: list[tuple[int, int]]) -> Trace:
 QUIET = ("no-op", "migration")
 
 
-def is_replay(line: str) -> bool:
-    return line.startswith("[")
-
-
 def read_replay(name: str, lines: list[tuple[int, str]]) -> Trace:
     """Read segments. The trace ends with the last minute. Raises InputError."""
     events: list[Event] = []
@@ -353,11 +341,11 @@ MAX_BYTES = 64_000_000
 Lines = list[tuple[int, str]]  # (line number, text), blank lines left out
 
 # In the order in which they are tried: (does the first line look like it?, reader).
-FORMATS: tuple[tuple[Callable[[str], bool], Callable[[str, Lines], Trace]], ...] = (
-    (is_replay, read_replay),
-    (is_gpu_hours, read_gpu_hours),
+FORMATS: tuple[tuple[Callable[[str], object], Callable[[str, Lines], Trace]], ...] = (
+    (lambda line: line.startswith("["), read_replay),
+    (lambda line: _PAIR.fullmatch(line.split()[0].rstrip(",")), read_gpu_hours),
     (is_events, read_events),
-    (is_dated, read_dated),
+    (_DATED.fullmatch, read_dated),
     (is_steps, read_steps),
 )
 
