@@ -845,7 +845,7 @@ def measure_workload(
         about=f"{alone.stages} {what}s of {path} with options {dict(options)}"[:300],
         samples_per_micro_batch=workload.samples_per_micro_batch,
         mode=optimization.mode,
-        sharded_over=_sharded_over(optimization, pipelines),
+        sharded_over=pipelines if optimization.sharding == "zero1" else 0,
         clipped=optimization.clip_norm is not None,
         hardware=_hardware(optimization, device),
         cut="each" if what == "layer" else "stages",
@@ -862,10 +862,6 @@ def _taken(computes_on: Platform, optimization: Optimization, grid: Grid) -> tor
     if grid[:2] != (1, 1):
         computes_on.check(2)
     return computes_on.take(0, deterministic=optimization.mode == "deterministic")
-
-
-def _sharded_over(optimization: Optimization, pipelines: int) -> int:
-    return pipelines if optimization.sharding == "zero1" else 0
 
 
 def shared_out(stage: Rounds, layers: list[Rounds], *, first: bool = False) -> list[Rounds]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import and_, delete, func, insert, or_, select
+from sqlalchemy import and_, delete, insert, or_, select
 
 from openrecycle.db.models import HeartbeatRow
 from openrecycle.db.session import Database
@@ -348,16 +348,6 @@ class HeartbeatStore:
             if ids:
                 session.execute(delete(HeartbeatRow).where(HeartbeatRow.id.in_(ids)))
         return len(ids)
-
-    def bytes_by_level(self, job_id: str) -> dict[Level, int]:
-        """Returns the bytes of the blocks alone, without what the database adds."""
-        query = (
-            select(HeartbeatRow.level, func.sum(func.length(HeartbeatRow.data)))
-            .where(HeartbeatRow.job_id == job_id)
-            .group_by(HeartbeatRow.level)
-        )
-        with self._database.read() as session:
-            return {Level(level): size for level, size in session.execute(query)}
 
 
 def groups(samples: Samples) -> Sequence[Samples]:

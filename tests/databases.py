@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import TypeVar, overload
 
-from sqlalchemy import select, text
+from sqlalchemy import func, select, text
 
-from openrecycle.db.models import Base
+from openrecycle.db.heartbeats import Level
+from openrecycle.db.models import Base, HeartbeatRow
 from openrecycle.db.session import Database, Record
 from tests.conftest import new_database
 
@@ -79,3 +80,10 @@ def until_waiting(database: Database) -> None:
             if transaction.scalar(question):
                 return
         assert time.monotonic() < deadline, "nobody waits"
+
+
+def history_bytes(database: Database, job_id: str) -> dict[Level, int]:
+    """Returns the bytes of the blocks of a job's heartbeats alone, without what the database adds."""
+    query = select(HeartbeatRow.level, func.sum(func.length(HeartbeatRow.data))).where(HeartbeatRow.job_id == job_id)
+    with database.read() as session:
+        return {Level(level): size for level, size in session.execute(query.group_by(HeartbeatRow.level))}

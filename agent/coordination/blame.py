@@ -131,7 +131,7 @@ def judge(
         f", for the {_nth(times)} time" if times > 1 else ""
     )
     returned = [name for name in pair if name in links.taken_out]
-    able = [name for name in (returned or pair) if _is_spare(name, holders)]
+    able = [name for name in (returned or pair) if _holders_beside(name, holders)]
     if (times > BORNE or returned) and able:
         complainers = {name: _complainers(links, name) for name in pair}
         out = max(able, key=lambda name: (complainers[name], _holders_beside(name, holders), Worker.parse(name)))
@@ -188,10 +188,6 @@ def _complainers(links: Links, name: str) -> int:
 def _holders_beside(name: str, holders: Collection[str]) -> int:
     stage = Worker.parse(name).stage
     return sum(Worker.parse(other).stage == stage for other in holders if other != name)
-
-
-def _is_spare(name: str, holders: Collection[str]) -> bool:
-    return _holders_beside(name, holders) > 0
 
 
 def _nth(times: int) -> str:

@@ -80,7 +80,6 @@ from openrecycle.planner.layers.room import LayerRoom
 
 # -- what memory a job's workers take -----------------------------------------------------------
 
-_KEY = (0, 0)
 SMALL_BYTES = 4 << 20
 """Bytes of parameters up to which a model runs for real, in less time than it takes to import tensors without data."""
 LARGE_BYTES = 256 << 20

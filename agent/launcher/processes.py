@@ -621,11 +621,6 @@ class ProcessPool:
         """Takes a line of the record for other nodes (see agent.nodes.pool). Returns a warning, or ""."""
         return ""
 
-    def decide(self, send: Callable[[], None]) -> None:
-        """Calls `send`, which sends a decision. In a job of several nodes it is called only once `hand_out` has told
-        the other nodes."""
-        send()
-
     def hand_out(self, run: Any, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
         """Gives other nodes what they need to go on without this one. Called at the end of each turn of the launcher.
 

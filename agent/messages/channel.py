@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.messages.protocol import Deployment, hexadecimal
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.packed import schedule_from_text
@@ -52,12 +52,7 @@ def receive(pipe: Connection) -> Message:
 _Number = Annotated[int, Field(ge=-1, le=2**53)]
 
 
-def _hexadecimal(text: str) -> str:
-    float.fromhex(text)
-    return text
-
-
-_Hex = Annotated[str, AfterValidator(_hexadecimal)]
+_Hex = Annotated[str, AfterValidator(hexadecimal)]
 
 
 class _Said(BaseModel):

@@ -9,6 +9,7 @@ taken for one of its successor.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import os
 import re
@@ -62,7 +63,7 @@ RANKS = 64
 INTERIM_DOCUMENT = 6_000_000
 
 
-def _hexadecimal(text: str) -> str:
+def hexadecimal(text: str) -> str:
     """Checks a float as float.hex writes it, which is how a history reads it."""
     try:
         float.fromhex(text)
@@ -117,7 +118,7 @@ Loss = Annotated[
     PlainSerializer(_or_null, return_type=float | None),
 ]
 """A loss; NaN, which is null on the wire, where there is none."""
-LossHex = Annotated[str, StringConstraints(max_length=40, pattern=_HEXADECIMAL), AfterValidator(_hexadecimal)]
+LossHex = Annotated[str, StringConstraints(max_length=40, pattern=_HEXADECIMAL), AfterValidator(hexadecimal)]
 OpKind = Literal["F", "I", "W", "B", "O"]
 
 
@@ -379,6 +380,21 @@ class ClockReading(Message):
 
     name: Identifier
     microseconds: Count
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def resident_bytes() -> int:
+    """Returns the bytes of memory that this process holds; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 @cache

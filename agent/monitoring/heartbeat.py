@@ -7,14 +7,12 @@ down is sent when it is back, oldest first.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -45,6 +43,7 @@ from openrecycle.agent.messages.protocol import (
     Registration,
     Registrations,
     clock_name,
+    resident_bytes,
 )
 from openrecycle.agent.monitoring.liveness import AT_REST, IterationTimeline, OpProgress, OpSeconds, Timeline
 
@@ -422,11 +421,3 @@ def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> 
         "durations_us": tuple(end - start for start, end in zip(starts, ends, strict=True)),
     }
     return _read(MeasuredOps, fields)
-
-
-def resident_bytes() -> int:
-    """Returns the bytes of memory that this process holds; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -962,6 +962,7 @@ class SpreadPool(ProcessPool):
         self.spares.replace(self.own_node, here.on(0))
 
     def decide(self, send: Callable[[], None]) -> None:
+        """Calls `send`, which sends a decision, once `hand_out` has told the other nodes."""
         if self._decided is None:
             send()
         else:

@@ -3,13 +3,13 @@ say."""
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from openrecycle.agent.messages.protocol import is_loopback
 from openrecycle.planner.jobs.errors import InputError
 
 DEFAULT_PORT = 29431
@@ -90,13 +90,6 @@ def check_token(role: NodeRole, token: str | None) -> None:
         raise InputError(
             "OPENRECYCLE_TOKEN", None, f"a shared secret, the same on every node, since {role.host} is not loopback"
         )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _torchrun(env: Mapping[str, str]) -> NodeRole | None:

@@ -245,7 +245,8 @@ class OwnLoop:
         """Have the others ended? They have taken the last step, which is all that is left to do here, too."""
         self._total = 0.0
         """What the last iteration's `reduce` has returned."""
-        self._lost: tuple[str, str] = "", ""
+        # Why the last group was lost, and the other end of the transfer that broke, where that is known.
+        self.lost: tuple[str, str] = "", ""
         self._used, self._incomplete = False, ""
         """Has this iteration had a transfer? And the first call that was left out, in words."""
         self._open: ScheduledOp | str = ""
@@ -295,10 +296,6 @@ class OwnLoop:
             raise self._lose(error) from error
         self._iteration, self._open = iteration, "its beginning"
         return self._ops(iteration)
-
-    def why_lost(self) -> tuple[str, str]:
-        """Returns why the last group was lost, and the other end of the transfer that broke, where that is known."""
-        return self._lost
 
     def lost_without(self, deployment: Deployment) -> None:
         """Wakes the loop if it waits for a worker that the console has given up. May be called in any thread."""
@@ -484,7 +481,7 @@ class OwnLoop:
             return RuntimeError(f"schedule: {error}")
         peer = error.peer if isinstance(error, TransferError) else None
         why = first_line(error)
-        self._lost = why, "" if peer is None else str(peer)
+        self.lost = why, "" if peer is None else str(peer)
         return GroupLost(f"the process group of generation {self.generation} is lost: {why}", peer)
 
 

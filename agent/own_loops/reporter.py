@@ -286,7 +286,7 @@ class Reporter:
                 raise TimeoutError(f"the console has opened no generation after {lost} in {timeout:g} s{refused}")
             if lost and not reported and self._reports is not None and waited > self._dead + 2 * self._pause:
                 # The console would have noticed a death by now. So it is told of the broken link, to find out whose.
-                why, peer = self._loop.why_lost() if self._loop is not None else ("no process group was formed", "")
+                why, peer = self._loop.lost if self._loop is not None else ("no process group was formed", "")
                 broken = Failure("transfer", self._me, self._incarnation, lost, why, peer)
                 self._reports.failed(failure_report(broken))
                 reported = True

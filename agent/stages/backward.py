@@ -275,9 +275,6 @@ class DeferredGradients:
         self._deferred: list[tuple[Sequence[nn.Parameter], Gradients]] = []
         self._reads: list[Tensor] = []
 
-    def __len__(self) -> int:
-        return len(self._deferred)
-
     def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients, reads: Sequence[Tensor] = ()) -> None:
         """Defers the gradients of these parameters. reads: tensors that they need beside gradients, which may be
         parameters or views of them."""

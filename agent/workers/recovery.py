@@ -39,7 +39,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from openrecycle.planner.jobs.job import Job, Worker, WorkerRank
 from openrecycle.planner.plans.schedule import MicroBatch
@@ -116,17 +116,9 @@ class UnlikeError(RuntimeError):
     """This newcomer computes in another way than the job's workers; the message says how."""
 
 
-class StateHolder(Protocol):
-    """A holder of a stage's state: a worker, or one of its ranks, which holds a part of it. stage: equal for holders of
-    the same state."""
-
-    @property
-    def stage(self) -> Any: ...
-
-    def __lt__(self, other: Any, /) -> bool: ...
-
-
-H = TypeVar("H", bound=StateHolder)
+H = TypeVar("H", bound=Worker | WorkerRank)
+"""A holder of a stage's state: a worker, or one of its ranks, which holds a part of it. `stage` is equal for holders of
+the same state."""
 
 
 @dataclass(frozen=True)

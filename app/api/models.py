@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.message import Message
 from functools import partial
-from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, get_args
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
 from fastapi import Header, Query, Request, Response
 from fastapi.dependencies.models import Dependant
@@ -118,16 +118,9 @@ def is_json(request: Request) -> bool:
     return header.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-class BodyField(Protocol):
-    """FastAPI's field for the type of a route's body."""
-
-    def validate(
-        self, value: Any, values: dict[str, Any], *, loc: tuple[int | str, ...]
-    ) -> tuple[Any, list[dict[str, Any]]]: ...
-
-
-def read(field: BodyField, body: bytes) -> Any:
-    """Parses a body into the message that the route takes. Raises ConsoleError (422)."""
+def read(field: Any, body: bytes) -> Any:
+    """Parses a body into the message that the route takes. field: FastAPI's, for the type of the route's body. Raises
+    ConsoleError (422)."""
     message, errors = field.validate(bounded(body), {}, loc=("body",))
     if errors:
         raise ConsoleError(422, "invalid", sentence(errors))

@@ -7,7 +7,6 @@ as it is made. The console stores them as they come, so that none is lost when t
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -393,8 +392,3 @@ def read_message(data: bytes) -> dict[str, Any] | tuple[str, bytes]:
 
 def _say(channel: Channel, **message: Any) -> None:
     channel.say(json.dumps(message).encode())
-
-
-def share_of_cores() -> int:
-    """Returns how many processes make plans: half of the cores, since training may run on this machine too."""
-    return max(1, (os.cpu_count() or 1) // 2)

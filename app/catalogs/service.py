@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 import zipfile
@@ -27,7 +28,6 @@ from openrecycle.app.catalogs.contents import (
     read_message,
     report,
     serve_filling,
-    share_of_cores,
     summary,
 )
 from openrecycle.app.runtime.errors import ConsoleError, damaged_plan, invalid, starting, storing
@@ -124,7 +124,8 @@ class Catalogs:
     ) -> None:
         self._store = store
         self._again_after = again_after
-        self._processes = processes or share_of_cores()
+        # Half of the cores, since training may run on this machine too.
+        self._processes = processes or max(1, (os.cpu_count() or 1) // 2)
         self._lock = threading.Lock()
         self._access = threading.Lock()  # orders reading and writing, so that no header in memory is an old one
         self._headers: LRUCache[str, dict[str, Header]] = LRUCache(MAX_KEPT)

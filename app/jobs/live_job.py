@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import structlog
 from pydantic import TypeAdapter
@@ -464,7 +464,7 @@ def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
 
 # -- past failures and returns, out of the rows: what a simulation can be run on ------------------------
 
-Row = tuple[float, str, str]
+Row = tuple[float, str, Literal["failed", "joined"]]
 
 
 def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:

@@ -396,7 +396,7 @@ def _asked(job: LiveJob, planned: Job, failed: Iterable[str], **search: Any) -> 
     )
 
 
-LIMITS = DriftLimits(slow=1.3, well=1.15, window=20)
+LIMITS = DriftLimits()
 # A plan that is quicker by less than this is not worth the iteration that a new generation costs.
 LEAST_GAIN = 0.03
 # Plans of more ops than this are not simulated with other op times: the new plan is taken.

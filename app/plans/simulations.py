@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -72,7 +72,7 @@ class SimulationRequest(BaseModel):
     hours: Annotated[float, Field(gt=0, le=8760, allow_inf_nan=False)] = 72.0
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
     dollars: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)] = 2.0
-    history: tuple[tuple[float, str, str], ...] = ()
+    history: tuple[tuple[float, str, Literal["failed", "joined"]], ...] = ()
     history_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
 
     def __hash__(self) -> int:
@@ -368,9 +368,7 @@ def _trace(request: SimulationRequest, job: Job) -> Trace:
         return _drawn(request, workers, request.mtbf)
     if request.trace == HISTORY:
         # Workers that never failed are in no row.
-        return from_history(
-            request.history, map(str, job.workers()), end=max(request.history_seconds, 1.0), name="its own history"
-        )
+        return from_history(request.history, map(str, job.workers()), end=max(request.history_seconds, 1.0))
     known = public_traces()
     if request.trace not in known:
         raise InputError("trace", request.trace, "drawn or one of " + ", ".join(known))

@@ -76,7 +76,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import mimetypes
-import os
 import re
 import resource
 import sys
@@ -88,6 +87,8 @@ from functools import cache, wraps
 from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from openrecycle.agent.messages.protocol import resident_bytes
 
 if TYPE_CHECKING:  # child processes, which import this, have no use for a web framework
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -228,14 +229,6 @@ def make_round(*, whole: bool) -> int:
     gc.collect()
     gc.freeze()
     return resident_bytes()
-
-
-def resident_bytes() -> int:
-    """Returns the memory that this process holds; 0 if the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 # -- Streamlit: its page --------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 import structlog
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,10 +34,6 @@ def refusal(error: ConsoleError) -> Response:
     return problem(error.status, error.code, error.detail, AGAIN if error.status in (429, 503) else None)
 
 
-def validation_problem(errors: Sequence[Mapping[str, Any]]) -> Response:
-    return problem(422, "invalid", sentence(errors))
-
-
 def install(app: FastAPI) -> None:
     """Makes `app` answer every error this way."""
 
@@ -49,11 +43,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return validation_problem(error.errors())
-
-    @app.exception_handler(ValidationError)
-    async def _invalid_model(request: Request, error: ValidationError) -> Response:
-        return validation_problem(error.errors(include_url=False))  # type: ignore[arg-type]
+        return problem(422, "invalid", sentence(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -71,8 +61,6 @@ def install(app: FastAPI) -> None:
 
 
 def http_problem(request: Request, error: HTTPException) -> Response:
-    if error.status_code == 204:
-        return Response(status_code=204)
     detail = str(error.detail)
     if error.status_code == 404:
         detail = f"path: got {request.url.path!r}, expected one of the API's; see /api/v1/openapi.json"

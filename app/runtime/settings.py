@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
+from openrecycle.agent.messages.protocol import is_loopback
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.planner.plans.plan import read_whole
 
@@ -161,13 +162,6 @@ def seconds(text: str, option: str) -> float:
     if found is None:
         raise SettingsError(f"{option}: got {text!r}, expected a number and s, m, h or d, such as 15m")
     return float(int(found[1]) * _UNITS[found[2]])
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def default_database_url() -> str:

@@ -460,10 +460,6 @@ class Tokens:
         token = self._known.get(token_id)
         return token if token is not None and token.valid(self._clock()) else None
 
-    def note(self, token_id: str) -> None:
-        """Notes that a token was used now."""
-        self._used[token_id] = self._clock()
-
     # -- making -----------------------------------------------------------------------------
 
     def create(

@@ -22,10 +22,9 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.agent.messages.protocol import API
+from openrecycle.agent.messages.protocol import API, is_loopback
 from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
 from openrecycle.app.runtime.problems import problem
-from openrecycle.app.runtime.settings import is_loopback
 from openrecycle.app.security.access import (
     ACTOR,
     AGENTS,

@@ -61,7 +61,10 @@ def page() -> None:
     sources = [each for each in found if isinstance(each, Source)]
     wait_for(console, [each.reference for each in waiting])
     if len(found) < 2:
-        _nothing_yet()
+        components.quiet(
+            "Choose two to four plans above: of a job, from the library, or made now for the job's grid by one "
+            "technique after another. The newest iteration as it ran can be among them."
+        )
         return
     if len(sources) > 1:
         for source in sources:
@@ -181,13 +184,6 @@ def _remember(known: frozenset[str]) -> None:
     if known.issuperset(st.session_state[PICKER]):
         address.moved()
         st.query_params["plans"] = st.session_state[PICKER]
-
-
-def _nothing_yet() -> None:
-    components.quiet(
-        "Choose two to four plans above: of a job, from the library, or made now for the job's grid by one technique "
-        "after another. The newest iteration as it ran can be among them."
-    )
 
 
 def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -> None:

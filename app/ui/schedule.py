@@ -32,7 +32,7 @@ from openrecycle.app.ui.plan_pickers import export_button, open_file, pick_plan,
 from openrecycle.app.ui.tables import Table, operations_table, workers_table
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Technique, Worker
-from openrecycle.planner.plans.drawing import Drawing, pipeline_workers, rows_words, stage_workers, touched_workers
+from openrecycle.planner.plans.drawing import Drawing, rows_words
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
@@ -59,7 +59,8 @@ class ScheduleView:
 def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Worker]]:
     """Draws one choice of rows for several schedules. If one has no such pipeline or stage, all its workers are
     shown."""
-    touched = {worker for schedule in schedules for worker in touched_workers(schedule)}
+    # The workers that a plan goes without, and those that run micro-batches of other pipelines.
+    touched = {worker for schedule in schedules for worker in schedule.helpers | schedule.problem.failed}
     show = address.segmented_control(
         "Show",
         [key for key in SHOW if key != "failure" or touched],
@@ -79,7 +80,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
         elif show == "all":
             found = []
         else:
-            found = (pipeline_workers if show == "pipeline" else stage_workers)(schedule, number)
+            found = [w for w in schedule.problem.job.workers() if getattr(w, show) == number]
         return found or list(schedule.problem.job.workers())
 
     return chosen

@@ -446,10 +446,6 @@ def best_migrations(
             options.append(
                 MigrationOption(migrations, made.counts, after, made.period, candidate.pause, candidate.moved)
             )
-    if not options:
-        # The models found a distribution, so something else, such as the memory limit, prevents a schedule.
-        Problem(job, dead, technique, memory)
-        raise InfeasibleError("no distribution of the failures has a schedule", "raise the memory limit")
     return chosen(job, present, stay, options, heals_in, tick)
 
 

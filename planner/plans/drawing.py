@@ -158,19 +158,6 @@ class OutRow:
     failed: bool
 
 
-def pipeline_workers(schedule: Schedule, pipeline: int) -> list[Worker]:
-    return [w for w in schedule.problem.job.workers() if w.pipeline == pipeline]
-
-
-def stage_workers(schedule: Schedule, stage: int) -> list[Worker]:
-    return [w for w in schedule.problem.job.workers() if w.stage == stage]
-
-
-def touched_workers(schedule: Schedule) -> list[Worker]:
-    """The workers that the plan goes without, and those that run micro-batches of other pipelines."""
-    return sorted(schedule.helpers | schedule.problem.failed)
-
-
 # -- the whole --------------------------------------------------------------------------------------
 
 

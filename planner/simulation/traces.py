@@ -173,10 +173,6 @@ def events_of_counts(counts: Iterable[tuple[int, int]], *, name: str) -> list[Ev
 _PAIR = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18}):([0-9]{1,18})")
 
 
-def is_gpu_hours(line: str) -> bool:
-    return _PAIR.fullmatch(line.split()[0].rstrip(",")) is not None
-
-
 def read_gpu_hours(name: str, lines: list[tuple[int, str]]) -> Trace:
     """Read pairs over any number of lines. Without `end` the trace ends at its last pair."""
     counts: list[tuple[int, int]] = []
@@ -247,10 +243,6 @@ def read_events(name: str, lines: list[tuple[int, str]]) -> Trace:
 _DATED = re.compile(r"([0-9]{4}-[0-9][0-9]-[0-9][0-9])\s*,\s*([0-9][0-9]:[0-9][0-9]:[0-9][0-9])\s*,\s*([0-9]+)")
 
 
-def is_dated(line: str) -> bool:
-    return _DATED.fullmatch(line) is not None
-
-
 def read_dated(name: str, lines: list[tuple[int, str]]) -> Trace:
     """Read `date, time, count` samples in any order (some files have late rows); time 0 is the earliest."""
     samples: list[tuple[datetime, int]] = []
@@ -308,10 +300,6 @@ def _counted(name: str, counts: list[tuple[int, int]]) -> Trace:
 QUIET = ("no-op", "migration")
 
 
-def is_replay(line: str) -> bool:
-    return line.startswith("[")
-
-
 def read_replay(name: str, lines: list[tuple[int, str]]) -> Trace:
     """Read segments. The trace ends with the last minute. Raises InputError."""
     events: list[Event] = []
@@ -353,11 +341,11 @@ MAX_BYTES = 64_000_000
 Lines = list[tuple[int, str]]  # (line number, text), blank lines left out
 
 # In the order in which they are tried: (does the first line look like it?, reader).
-FORMATS: tuple[tuple[Callable[[str], bool], Callable[[str, Lines], Trace]], ...] = (
-    (is_replay, read_replay),
-    (is_gpu_hours, read_gpu_hours),
+FORMATS: tuple[tuple[Callable[[str], object], Callable[[str, Lines], Trace]], ...] = (
+    (lambda line: line.startswith("["), read_replay),
+    (lambda line: _PAIR.fullmatch(line.split()[0].rstrip(",")), read_gpu_hours),
     (is_events, read_events),
-    (is_dated, read_dated),
+    (_DATED.fullmatch, read_dated),
     (is_steps, read_steps),
 )
 
@@ -409,33 +397,21 @@ def public_traces() -> dict[str, Trace]:
 
 # -- a job's own past --------------------------------------------------------------------------------
 
-# The words of a record for a worker that is lost, and for one that is back.
-LOST = ("failed", "lost", "killed", "left", "remove")
-BACK = ("joined", "rejoined", "recovered", "restarted", "add")
-
 
 def from_history(
-    rows: Iterable[tuple[float, str, str]], workers: Iterable[str], *, end: float, name: str = "history"
+    rows: Iterable[tuple[float, str, Literal["failed", "joined"]]], workers: Iterable[str], *, end: float
 ) -> Trace:
     """Make a trace from a job's record. rows: (seconds since the job began, worker, event). workers: those that it
-    began with. end: seconds.
-
-    A second loss of a worker in a row, or a second return, is left out. Raises InputError for an event that is neither
-    a loss nor a return.
+    began with. end: seconds. A second loss of a worker in a row, or a second return, is left out.
     """
     living = set(workers)
     events = [Event(0, "add", worker) for worker in sorted(living)]
     for time, worker, what in sorted(rows, key=lambda row: row[0]):
-        if not 0 <= time < float("inf"):
-            raise InputError(f"{name} time of {worker}", time, "seconds since the job began")
-        if what not in (*LOST, *BACK):
-            raise InputError(f"{name} event of {worker}", what, "one of " + ", ".join((*LOST, *BACK)))
-        if (worker in living) is (what in BACK):
+        if (worker in living) is (what == "joined"):
             continue
-        action: Literal["add", "remove"] = "remove" if what in LOST else "add"
-        (living.remove if what in LOST else living.add)(worker)
-        events.append(Event(round(time * 1000), action, worker))
-    return Trace.of(name, events, end=round(end * 1000))
+        events.append(Event(round(time * 1000), "remove" if worker in living else "add", worker))
+        living ^= {worker}
+    return Trace.of("its own history", events, end=round(end * 1000))
 
 
 # -- traces drawn from distributions ------------------------------------------------------------

@@ -242,6 +242,7 @@ def echo(pipe: Connection) -> None:
         {"kind": "validation", "iteration": "", "coefficient": 1.0, "redone": False},
         {"kind": "committed", "iteration": 1e308, "loss": "0x1p+0"},
         {"kind": "committed", "iteration": 1, "loss": "much"},
+        {"kind": "committed", "iteration": 1, "loss": "0x1p+99999"},
         {"kind": "parameters", "iteration": 1, "sha256": 0},
     ],
 )

@@ -97,7 +97,7 @@ class Workers:
 def started(store: Store) -> ConsoleService:
     console = ConsoleService(store)
     console.plans.drifting = Drifting(
-        console.plans.ahead, console.plans.cache.get, 1.0, limits=DriftLimits(slow=1.3, window=WINDOW)
+        console.plans.ahead, console.plans.cache.get, 1.0, limits=DriftLimits(window=WINDOW)
     )
     console.start()
     return console

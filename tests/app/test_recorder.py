@@ -21,6 +21,7 @@ from openrecycle.app.runtime.settings import RetentionLimits, seconds
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.databases import history_bytes
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -69,13 +70,13 @@ def test_what_is_not_written_yet_is_read_too(console: ConsoleService, job: LiveJ
     assert console.recorder.series(job, "W1_0", now - 60, now + 60, Level.HOUR).step == 3600
 
 
-def test_only_minutes_that_are_over_are_written(console: ConsoleService, job: LiveJob) -> None:
+def test_only_minutes_that_are_over_are_written(console: ConsoleService, job: LiveJob, database: Database) -> None:
     beat(job, 0)
     job.take_heartbeats()
     console.recorder.write(time.time() - 10)
-    assert console.recorder.heartbeats.bytes_by_level(job.job_id) == {}
+    assert history_bytes(database, job.job_id) == {}
     console.recorder.write(time.time() + 10)
-    assert set(console.recorder.heartbeats.bytes_by_level(job.job_id)) == {Level.SECOND, Level.MINUTE}
+    assert set(history_bytes(database, job.job_id)) == {Level.SECOND, Level.MINUTE}
     assert len(job.measurements.recording.peek(2, clock_offset())) == 0
 
 
@@ -162,16 +163,15 @@ def test_old_samples_expire(console: ConsoleService, job: LiveJob, database: Dat
     keep = RetentionLimits()
     recorder = Recorder(database, list, keep, list)
     recorder.heartbeats.add(job.job_id, [replace(taken, at=np.array([ten_past]))])
-    sizes = recorder.heartbeats.bytes_by_level
-    assert set(sizes(job.job_id)) == {Level.SECOND, Level.MINUTE}
+    assert set(history_bytes(database, job.job_id)) == {Level.SECOND, Level.MINUTE}
     recorder.tidy(ten_past + keep.seconds + 61)
-    assert set(sizes(job.job_id)) == {Level.MINUTE}
+    assert set(history_bytes(database, job.job_id)) == {Level.MINUTE}
     recorder.tidy(ten_past + 3600 + 180)
-    assert set(sizes(job.job_id)) == {Level.MINUTE, Level.HOUR}
+    assert set(history_bytes(database, job.job_id)) == {Level.MINUTE, Level.HOUR}
     recorder.tidy(ten_past + keep.minutes + 3700)
-    assert set(sizes(job.job_id)) == {Level.HOUR}
+    assert set(history_bytes(database, job.job_id)) == {Level.HOUR}
     recorder.tidy(ten_past + keep.hours + 90_000)
-    assert sizes(job.job_id) == {}
+    assert history_bytes(database, job.job_id) == {}
     recorder.trim()
 
 

@@ -213,7 +213,7 @@ def test_dropping_replicas_knows_which_pipelines_a_jobs_failures_were_in(lost: t
     request = parse_request(
         job=job_doc(Job.uniform(3, 4, 6)),
         trace=HISTORY,
-        history=tuple((10.0, worker, "lost") for worker in lost),
+        history=tuple((10.0, worker, "failed") for worker in lost),
         history_seconds=3600.0,
         policies=("drop-replica",),
     )

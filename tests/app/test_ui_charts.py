@@ -150,14 +150,6 @@ def test_figures_are_json_and_use_their_theme(colours: Any) -> None:
     assert other.text not in text
 
 
-def test_filters_choose_their_workers() -> None:
-    schedule = schedule_of(("W1_2",))
-    assert model.touched_workers(schedule) == [Worker(0, 2), Worker(1, 2), Worker(2, 2)]
-    assert model.pipeline_workers(schedule, 1) == [Worker(1, s) for s in range(4)]
-    assert model.stage_workers(schedule, 3) == [Worker(p, 3) for p in range(3)]
-    assert model.touched_workers(schedule_of()) == []
-
-
 def test_rows_do_not_overlap_and_pipelines_stand_apart() -> None:
     shown = Rows.of(list(schedule_of().problem.job.workers()))
     middles = [shown.at[w] for w in shown.workers]

@@ -40,6 +40,7 @@ from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.benchmarks.machine import describe
 from tests.conftest import new_database, postgres_cluster
+from tests.databases import history_bytes
 
 WORKERS, STAGES, MINUTES, HOURS, DAY = 2048, 32, 60, 24, 86_400
 BEGIN = 1_700_000_000 // DAY * DAY
@@ -87,7 +88,7 @@ def measure(name: str, url: str, folder: Path) -> None:
             history.add("job", part)
 
     writing = processor(write) / (60 * MINUTES)
-    sizes = history.bytes_by_level("job")
+    sizes = history_bytes(database, "job")
     print(f"{name}: an hour of {WORKERS:,} workers written with {100 * writing:.2f} % of a core")
     second = sizes[Level.SECOND] / (WORKERS * 60 * MINUTES)
     loose = sizes[Level.MINUTE] / (WORKERS * MINUTES)
@@ -99,7 +100,7 @@ def measure(name: str, url: str, folder: Path) -> None:
             history.pack(span)
 
     packing = processor(pack_all) / 3600
-    sizes = history.bytes_by_level("job")
+    sizes = history_bytes(database, "job")
     minute = sizes[Level.MINUTE] / (WORKERS * MINUTES)
     print(f"  its minutes made one block each: {100 * packing:.2f} % of a core")
     # Of a day's hours one minute each: they vary more than whole hours do.

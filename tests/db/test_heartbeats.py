@@ -44,6 +44,7 @@ def rows_by_level(database: Database) -> dict[int, int]:
 
 
 def test_a_minute_is_read_back_by_worker(beats: HeartbeatStore) -> None:
+    assert GROUP == 32, "tests put workers 0 and 1 into one group and 40 into another"
     beats.add("a", groups(seconds(HOUR, 60)))
     found = beats.read("a", Level.SECOND, 1, HOUR + 10, HOUR + 20)
     assert found.at.tolist() == list(range(HOUR + 10, HOUR + 20))
@@ -142,11 +143,3 @@ def test_packing_twice_at_once_counts_nothing_twice(beats: HeartbeatStore) -> No
         thread.join(60)
     assert beats.read("a", Level.HOUR, 0, HOUR, HOUR + 60).beats.tolist() == [8]
     assert beats.read("a", Level.MINUTE, 0, HOUR, HOUR + 300).beats.tolist() == [2] * 4
-
-
-def test_bytes_by_level(beats: HeartbeatStore) -> None:
-    assert beats.bytes_by_level("a") == {}
-    add_minutes(beats, HOUR, 1)
-    sizes = beats.bytes_by_level("a")
-    assert set(sizes) == {Level.SECOND, Level.MINUTE} and sizes[Level.SECOND] > sizes[Level.MINUTE] > 0
-    assert GROUP == 32, "tests above put workers 0 and 1 into one group and 40 into another"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from openrecycle.planner import cli
 from openrecycle.planner.catalogs.catalog import open_folder
 from openrecycle.planner.cli import app, interruptible, main
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, LayerProfile
 from openrecycle.planner.plans.plan import Plan, job_doc
 from openrecycle.planner.profiles import SHAPES, load, model_shape, shipped
@@ -362,6 +362,23 @@ def profile_of_two_stages(folder: Path) -> Path:
     path = folder / "profile.json"
     path.write_text(job_doc(job).model_dump_json())
     return path
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--relayout", "sometimes"], "--relayout"),
+        (["--relayout", "auto"], "--relayout"),
+        (["--solver", "cp-sat", "--time-limit", "inf"], "--time-limit"),
+        (["--profile", "PROFILE", "--layers", "4"], "--layers"),
+        (["--profile", "PROFILE"], "--pipelines"),
+    ],
+)
+def test_what_no_catalog_can_be_of_is_refused(tmp_path: Path, options: list[str], field: str) -> None:
+    profile = str(profile_of_two_stages(tmp_path))
+    options = [profile if option == "PROFILE" else option for option in options]
+    refused = invoke("catalog", *GRID, "--tolerance", "1", "--out", str(tmp_path), *options).exception
+    assert isinstance(refused, InputError) and refused.field == field
 
 
 @pytest.mark.parametrize(("options", "partition"), [([], (2, 2)), (["--partition", "auto"], (1, 3))])
