@@ -207,6 +207,8 @@ def train(
         role = role_of(os.environ, nodes, node_rank, lead)
         if role is None and node_address is not None:
             raise InputError("--node-address", node_address, "--nodes beside it")
+        if role is None and token_file is not None and given.get("console.url") is None:
+            raise InputError("--token-file", str(token_file), "--console or --nodes beside it")
         if role is not None:
             check_token(role, token)
             if dry_run and not role.leads:
@@ -464,6 +466,8 @@ def profile_command(
             raise InputError("--model, --workload", got, "one of the two")
         if model is not None and workload_options != "{}":
             raise InputError("--workload-options", workload_options, "nothing beside --model")
+        if model is None and batch != 1:
+            raise InputError("--batch", batch, "nothing beside --workload, which has its own samples")
         for option, value, least, most in (
             ("--batch", batch, 1, 1 << 20),
             ("--repeats", repeats, 1, MAX_REPEATS),

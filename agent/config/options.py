@@ -562,12 +562,7 @@ class TrainingOptions(OptionGroup):
                 fits = False
             if not fits:
                 raise group.refuse(name, "a folder, or a name for one in a folder that exists")
-        if self.checkpoints.resume is not None and self.checkpoints.directory is None:
-            raise self.checkpoints.refuse("resume", "`checkpoints.directory` too, the folder to resume from")
-        if self.checkpoints.directory is None:
-            for name in ("every", "keep"):
-                if getattr(self.checkpoints, name) != getattr(Checkpoints, name):
-                    raise self.checkpoints.refuse(name, "`checkpoints.directory` too, the folder to write them into")
+        self._check_unused()
         self._check_faults(technique, memory, to_the_end)
         if self.planning.migrate and not self.may_migrate(by_default=False):
             raise self.planning.refuse(
@@ -579,6 +574,22 @@ class TrainingOptions(OptionGroup):
             self.faults.timeouts.check_above(self.faults.timeouts.silence)
         elif not technique.reroutes:
             raise self.planning.refuse("technique", "adaptive, decoupled or staggered with `console.url`")
+
+    def _check_unused(self) -> None:
+        """Raises InputError for an option that would do nothing, since another one that it needs is not given."""
+        saves, restarts = self.checkpoints.directory is not None, self.faults.max_restarts > 0
+        watched = self.console.url is not None
+        needs: Sequence[tuple[OptionGroup, str, bool, str]] = (
+            (self.checkpoints, "resume", saves, "`checkpoints.directory` too, the folder to resume from"),
+            (self.checkpoints, "every", saves, "`checkpoints.directory` too, the folder to write them into"),
+            (self.checkpoints, "keep", saves, "`checkpoints.directory` too, the folder to write them into"),
+            (self.faults, "restart_delay", restarts, "`faults.max_restarts` too, without which nothing is restarted"),
+            (self.faults, "bad_sample_limit", self.faults.on_bad_sample == "skip", "`faults.on_bad_sample` skip too"),
+            (self.console, "demo", watched, "`console.url` too, from which people kill workers"),
+        )
+        for group, name, there, expected in needs:
+            if not there and getattr(group, name) != getattr(type(group), name):
+                raise group.refuse(name, expected)
 
     def _check_faults(self, technique: Technique, memory: MemoryLimit, to_the_end: bool) -> None:
         """Raises InputError or InfeasibleError for faults on purpose that no plan can survive."""

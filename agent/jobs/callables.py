@@ -105,6 +105,8 @@ class Model:
         if not isinstance(self.tied, list | tuple) or not all(isinstance(group, list | tuple) for group in self.tied):
             expected = 'groups of LAYER.NAME, such as [["0.embedding.weight", "11.head.weight"]]'
             raise InputError("model.tied", self.tied, expected)
+        if alone := [group for group in self.tied if len(set(group)) < 2]:
+            raise InputError("model.tied", alone[0], "several parameters in a group, which share their numbers")
         if self.parallelize is not None and not callable(self.parallelize):
             raise InputError("model.parallelize", self.parallelize, "a function of (layer, mesh)")
         if self.stage_io is not None and not _are_specs(self.stage_io):
@@ -265,7 +267,13 @@ class CallableWorkload:
     def as_found(self) -> CallableWorkload:
         """Returns a workload that also knows what the data show: the names of the inputs, where these are keyword
         arguments; and, where micro-batches are weighted, how much one counts. Raises InputError."""
-        inputs, targets = first_readable(lambda *place: self._of(self.seed, *place))
+
+        def read(*place: int) -> tuple[Any, Any, Any]:
+            batch = self._made(self.seed, *place)
+            return batch, *self.data.split(batch)
+
+        batch, inputs, targets = first_readable(read)
+        self.data.check_targets(batch)
         names, evaluation, usual = self.data.names(inputs), self.evaluation, None
         if self.data.weight is not None:
             try:

@@ -50,6 +50,7 @@ from openrecycle.agent.models.layers import (
     partition_of,
     precision,
     spans,
+    taken_by,
     tensors_of,
     tied_of,
     without_memory,
@@ -436,9 +437,19 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
     with own_numbers("preflight", options.seed), kept_settings(), spelled(owner_names(workload)):
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
         if options.evaluate_every:
+            if getattr(workload, "evaluation", None) is None:
+                raise options.refuse(
+                    "evaluate_every", "0, since the workload has no data to evaluate on (`evaluation`)"
+                )
             _check_evaluation(workload, options.seed)
         stages = options.job.stages
         partition = partition_at_start(options, layer_count(workload, stages))
+        movable = _may_move(workload, partition, options)
+        if options.planning.relayout == "always" and not movable:
+            expected = (
+                "auto or never: the model comes in stages, each stage has one layer, or op times are of whole stages"
+            )
+            raise options.planning.refuse("relayout", expected)
         shapes, looking_up = without_memory(functools.partial(_shapes, workload, sum(partition), options.seed))
         if not any(parameter.requires_grad for layer in shapes for _, parameter in layer):
             kind, count = kind_of(workload), sum(len(layer) for layer in shapes)
@@ -447,9 +458,7 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
         if options.platform.device == "cpu":
             _check_types(workload, shapes, looking_up, options)
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
-        kept = _check_optimizer(
-            workload, by_stage, options.optimization, movable=_may_move(workload, partition, options)
-        )
+        kept = _check_optimizer(workload, by_stage, options.optimization, movable=movable)
         if options.platform.ranks_per_worker > 1:
             _check_splits(workload, by_stage[0], options.platform.ranks_per_worker)
         if options.optimization.sharding == "zero1" and not kept.apart:
@@ -552,9 +561,7 @@ def _named(workload: Workload, pipeline: int, micro_batch: int) -> str:
 def _check_evaluation(workload: Workload, seed: int) -> None:
     """Raises InputError if the first micro-batch of the evaluation has more inputs than those that are trained on. One
     that can't be read is no error here: that is reported with the evaluation, and does not end the job."""
-    data: EvaluationData | None = getattr(workload, "evaluation", None)
-    if data is None:
-        return
+    data: EvaluationData = workload.evaluation  # type: ignore[attr-defined]
     try:
         given = tensors_of(data.inputs(seed, 0), "inputs")
         data.targets(seed, 0)
@@ -591,6 +598,7 @@ def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParam
     tied = tied_of(workload, layers)
     members = {name: group for group in tied for name in group}
     forms: dict[str, str] = {}
+    shared: Sequence[str] = getattr(workload, "shared_inputs", ())
     for layer in range(layers):
         try:
             module = build_layer(workload, layer, layers, seed)
@@ -600,6 +608,8 @@ def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParam
             if torch.empty(0).device.type == "meta":
                 raise
             raise InputError(f"{kind}s", in_a_line(error)[:200], f"a builder that makes {kind} {layer}") from error
+        if layer and shared:
+            shared = [name for name in shared if name not in taken_by(module, shared)]
         for name, part in module.named_modules():
             if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 continue
@@ -653,6 +663,8 @@ def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParam
             ]
         )
         del module, mine, alive
+    if shared:
+        raise InputError("data.shared", list(shared), f"names of arguments of a {kind} behind the first")
     for group in tied:
         for name in group:
             if name not in forms:

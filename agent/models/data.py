@@ -69,6 +69,8 @@ DataFunction = Callable[[int, int, int], Any]
 
 
 PLACE = ("iteration", "pipeline", "micro_batch")
+LABELS = "labels"
+"""What the loss gets of a micro-batch that is a dict, where nothing else is said."""
 
 
 def is_function(samples: Any) -> bool:
@@ -121,7 +123,7 @@ class Data:
     shuffle: bool = True
     collate: Callable[[list[Any]], Any] = default_collate
     sampler: Sampler | None = None
-    targets: str | Sequence[str] = "labels"
+    targets: str | Sequence[str] = LABELS
     shared: Sequence[str] = ()
     weight: Callable[[Any], Any] | None = None
     prefetch: int = 0
@@ -151,6 +153,8 @@ class Data:
             self._check_alone(function)
         elif self.batch_size is not None or self.sampler is None:
             check_whole("data.batch_size", self.batch_size, 1, "an int of at least 1, the samples in a micro-batch")
+        if self.sampler is not None and not self.shuffle:
+            raise InputError("data.shuffle", self.shuffle, "nothing beside a sampler, which says the order")
 
     def _check_alone(self, function: bool) -> None:
         """Raises InputError for what a function or a DataLoader would leave unused."""
@@ -201,7 +205,8 @@ class Data:
             expected = f"one that shuffles, or does not{or_alone}"
             raise InputError(field, f"a DataLoader with a {type(sampler).__name__}", expected)
         say_workers_unused(loader)
-        how: dict[str, Any] = {"batch_size": loader.batch_size, "collate": loader.collate_fn, "shuffle": shuffled}
+        how: dict[str, Any] = {"batch_size": loader.batch_size, "collate": loader.collate_fn}
+        how["shuffle"] = shuffled or self.sampler is not None  # which has the order, whatever the loader's is
         return replace(self, samples=loader.dataset, **how)
 
     def cut(self, job: Job, seed: int) -> Data:
@@ -257,6 +262,12 @@ class Data:
             expected = "a pair (inputs, targets), or a dict; Data(collate=...) can make one of samples"
             raise InputError("data", type(batch).__name__, expected)
         return batch[0], batch[1]
+
+    def check_targets(self, batch: Any) -> None:
+        """Raises InputError where `targets` name entries of a micro-batch that is no dict."""
+        if self.targets != LABELS and not isinstance(batch, Mapping):
+            expected = "nothing where a micro-batch is a pair (inputs, targets); or dicts, with such an entry"
+            raise InputError("data.targets", self.targets, expected)
 
     def names(self, inputs: Any) -> tuple[str, ...]:
         """Returns the names of inputs that are keyword arguments, in the order in which their tensors are passed on; ()
@@ -994,6 +1005,8 @@ def stream_of(given: Data, job: Job, seed: int) -> StreamBatches | None:
         return None
     if given.sampler is not None:
         raise InputError("data.sampler", given.sampler, "nothing where the data are a stream, which has its own order")
+    if not given.shuffle:
+        raise InputError("data.shuffle", given.shuffle, "nothing where the data are a stream, which has its own order")
     if inspect.isgenerator(data):
         raise InputError("data", "a generator", "an IterableDataset: a generator can be iterated only once")
     stream = StreamBatches(source, job.pipelines, job.micro_batches, seed, kept=2 if given.prefetch else 1)

@@ -203,14 +203,14 @@ class InputForm:
         # Detached, since attention uses another, slower kernel if its mask requires a gradient.
         named |= {name: named[name].detach() for name in self.shared}
         shared = tuple(named[name] for name in self.shared)
-        taken = _taken(layer, self.shared)
+        taken = taken_by(layer, self.shared)
         y = layer(*positional, **{n: value for n, value in named.items() if n not in self.shared or n in taken})
         if number == self.layers - 1 or not shared:
             return y
         return *(tuple(y) if isinstance(y, (tuple, list)) else (y,)), *shared
 
 
-def _taken(layer: nn.Module, names: Collection[str]) -> tuple[str, ...]:
+def taken_by(layer: nn.Module, names: Collection[str]) -> tuple[str, ...]:
     """Returns which of these keyword arguments a layer takes."""
     parameters = inspect.signature(layer.forward).parameters
     every = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

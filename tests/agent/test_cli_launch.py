@@ -57,6 +57,12 @@ from tests.golden import golden
         (["--rejoin", "W1_2@3"], ["--rejoin", "--kill"]),
         (["--seed", "-1"], ["--seed", "-1"]),
         (["--token-file", "/no/such/file"], ["--token-file"]),
+        (["--token-file", __file__], ["--token-file", "--nodes"]),
+        (
+            ["--evaluate-every", "5", "--workload", "openrecycle.agent.examples.own_workload:Points"],
+            ["--evaluate-every"],
+        ),
+        (["--stages", "2", "--relayout", "always", "--profile", "gpt-3-medium", "--dry-run"], ["--relayout"]),
         (["--weights", __file__], ["--weights", "expected a folder"]),
         (["--transfer-timeout", "20"], ["--transfer-timeout", "20.0", golden("more-than-the-20-s")]),
         (["--transfer-timeout", "200"], ["--group-timeout", "150.0", "--transfer-timeout (200 s)"]),

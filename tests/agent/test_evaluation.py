@@ -260,6 +260,7 @@ def test_data_to_evaluate_on_of_another_form_are_refused_before_anything_starts(
     ("changes", "field"),
     [
         ({"data": Data(masked_jobs.loaded(), shared=("mask",))}, "data.shared"),
+        ({"data": Data(masked_jobs.loaded(), shared=("attention_mask", "input_ids"))}, "data.shared"),
         ({"data": Data(masked_jobs.loaded(), targets="label")}, "data"),
         ({"data": torch.utils.data.DataLoader(masked_jobs.Sentences(96, 1), batch_size=None)}, "data"),
         ({"optimizer": uneven}, "optimizer"),

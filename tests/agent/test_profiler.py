@@ -172,6 +172,7 @@ def test_a_plan_is_made_from_what_was_measured(tmp_path: Path) -> None:
         (["--model", "gpt5"], "gpt-3-medium"),
         (["--model", "gpt-3-medium", "--stages", "25"], "at most 24"),
         (["--workload", "no.such:thing"], "--workload"),
+        (["--workload", "no.such:thing", "--batch", "2"], "--batch"),
         (["--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options", "[]"], "--workload-options"),
         (["--model", "gpt-3-medium", "--repeats", "0"], "--repeats"),
         (["--model", "gpt-3-medium", "--warm-up", "-1"], "--warm-up"),
