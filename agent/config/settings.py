@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, as_number
 
 G = TypeVar("G", bound=type)
 
@@ -162,9 +162,11 @@ def _checked(group: Any, own: Field[Any], value: Any) -> Any:
         if not isinstance(value, bool):
             raise InputError(path, value, "True or False")
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and (int in kinds or float in kinds):
-        if not _within(value, about) or not (float in kinds or isinstance(value, int)):
+    found = as_number(value) if int in kinds or float in kinds else None
+    if found is not None:
+        if not _within(found, about) or not (float in kinds or isinstance(found, int)):
             raise InputError(path, value, _expected(about, whole=float not in kinds))
+        value = found
     elif not isinstance(value, str) or str not in kinds or (Path in kinds and "\0" in value):
         raise InputError(path, value, _expected(about, whole=float not in kinds) if str not in kinds else _text(about))
     if about["parse"] is not None:

@@ -32,7 +32,7 @@ from openrecycle.agent.models.layers import StageIO, TensorSpec, Tied, tensors_o
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Metric, first_readable, weight_of
 from openrecycle.agent.stages.optimizer import NamedParameters, make_optimizer
-from openrecycle.planner.jobs.errors import InputError, check_whole, in_a_line
+from openrecycle.planner.jobs.errors import InputError, as_whole, check_whole, in_a_line
 
 if TYPE_CHECKING:  # torch takes seconds to import these
     from torch.distributed.pipelining import Pipe, PipelineStage
@@ -98,8 +98,8 @@ class Model:
             raise InputError("model.layer_count", count, "nothing beside stages")
         if self.layers is not None and not listed:
             expected = "an int of at least 1, the number of layers that the function builds"
-            check_whole("model.layer_count", count, 1, expected)
-        elif self.layers is not None and count not in (None, len(parts)):
+            object.__setattr__(self, "layer_count", check_whole("model.layer_count", count, 1, expected))
+        elif self.layers is not None and count is not None and as_whole(count) != len(parts):
             raise InputError("model.layer_count", count, f"the number of layers given, {len(parts)}")
         _check_loss(self.loss)
         if not isinstance(self.tied, list | tuple) or not all(isinstance(group, list | tuple) for group in self.tied):

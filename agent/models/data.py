@@ -53,7 +53,7 @@ from torch.utils.data import (
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models.state import StageState, StateError, decode, encode, whole_number
 from openrecycle.forking import end_with_parent, fork_context
-from openrecycle.planner.jobs.errors import InputError, check_whole, in_a_line
+from openrecycle.planner.jobs.errors import InputError, as_whole, check_whole, in_a_line
 from openrecycle.planner.jobs.job import Job
 
 # -- data for jobs that survive -----------------------------------------------------------------
@@ -134,7 +134,7 @@ class Data:
             return  # `cut` has made it of data that were checked
         _check_samples("data", self.samples)
         function, loader = is_function(self.samples), isinstance(self.samples, DataLoader)
-        check_whole("data.prefetch", self.prefetch, 0)
+        object.__setattr__(self, "prefetch", check_whole("data.prefetch", self.prefetch, 0))
         if not isinstance(self.shuffle, bool):
             raise InputError("data.shuffle", self.shuffle, "True or False")
         for name, what in (
@@ -152,7 +152,8 @@ class Data:
         if function or loader:
             self._check_alone(function)
         elif self.batch_size is not None or self.sampler is None:
-            check_whole("data.batch_size", self.batch_size, 1, "an int of at least 1, the samples in a micro-batch")
+            expected = "an int of at least 1, the samples in a micro-batch"
+            object.__setattr__(self, "batch_size", check_whole("data.batch_size", self.batch_size, 1, expected))
         if self.sampler is not None and not self.shuffle:
             raise InputError("data.shuffle", self.shuffle, "nothing beside a sampler, which says the order")
 
@@ -308,10 +309,11 @@ class PadCollate:
 
     def __post_init__(self) -> None:
         """Raises InputError."""
-        given = self.length if isinstance(self.length, Sequence) else (self.length,)
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in given)
-        if not given or not whole or list(given) != sorted(set(given)):
+        several = isinstance(self.length, Sequence)
+        given = [as_whole(n) or 0 for n in (self.length if isinstance(self.length, Sequence) else (self.length,))]
+        if not given or min(given) < 1 or given != sorted(set(given)):
             raise InputError("length", self.length, "a whole number of at least 1, or several that grow")
+        object.__setattr__(self, "length", tuple(given) if several else given[0])
         if not isinstance(self.values, Mapping) or not self.values:
             raise InputError("values", self.values, "what to pad with, by name or position")
 
@@ -410,7 +412,7 @@ class MicroBatchSampler:
 
     def __init__(self, samples: int, batch_size: int, job: Job, *, seed: int = 0, shuffle: bool = True) -> None:
         """samples: in the data set. batch_size: samples per micro-batch. Raises InputError."""
-        check_whole("batch_size", batch_size, 1)
+        batch_size = check_whole("batch_size", batch_size, 1)
         self._per_iteration = job.pipelines * job.micro_batches * batch_size
         self.iterations_per_epoch = samples // self._per_iteration
         if not self.iterations_per_epoch:
@@ -479,13 +481,14 @@ class Evaluation:
     def __post_init__(self) -> None:
         """Raises InputError."""
         _check_samples("evaluate.data", self.data)
-        check_whole("evaluate.every", self.every, 1)
+        object.__setattr__(self, "every", check_whole("evaluate.every", self.every, 1))
         if self.micro_batches is not None:
-            check_whole("evaluate.micro_batches", self.micro_batches, 1)
+            taken = check_whole("evaluate.micro_batches", self.micro_batches, 1)
+            object.__setattr__(self, "micro_batches", taken)
         if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
             raise InputError("evaluate.metrics", self.metrics, "functions of (output, targets), by name")
-        if taken := {"loss", "iteration"} & set(self.metrics):
-            raise InputError("evaluate.metrics", sorted(taken), "other names; the loss is measured in any case")
+        if known := {"loss", "iteration"} & set(self.metrics):
+            raise InputError("evaluate.metrics", sorted(known), "other names; the loss is measured in any case")
 
     def without_loader(self, batch_size: int | None) -> Data:
         """Returns what `data`, a DataLoader, stands for. batch_size: the one that is trained on, if it is known. Raises

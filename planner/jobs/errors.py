@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
+from numbers import Real
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 # Characters of a value that an error shows.
 SHOWN = 1_000
@@ -69,11 +72,33 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
 
 
+def as_whole(value: Any) -> int | None:
+    """Returns the int that a value stands for, such as one of NumPy's; None if it is no whole number, or a bool."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # also NumPy's bools and arrays
+        return None
+
+
+def as_number(value: Any) -> int | float | None:
+    """Returns the int or float that a value stands for, such as one of NumPy's; None if it is no number, or a bool."""
+    if type(value) is float:
+        return value
+    found = as_whole(value)
+    if found is None and isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    return found
+
+
 def check_whole(field: str, value: object, least: int, expected: str = "") -> int:
-    """Raises InputError unless `value` is a whole number of at least `least`. expected: other words for the error."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """Returns the int that `value` stands for. Raises InputError unless it is a whole number of at least `least`.
+    expected: other words for the error."""
+    found = as_whole(value)
+    if found is None or found < least:
         raise InputError(field, value, expected or f"a whole number of at least {least}")
-    return value
+    return found
 
 
 def in_a_line(error: BaseException) -> str:

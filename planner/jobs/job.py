@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from openrecycle.planner.jobs.errors import InfeasibleError, InputError, check_whole
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, as_number, as_whole, check_whole
 from openrecycle.planner.jobs.words import names, number_of
 
 # -- what the ops of a stage or a layer take ----------------------------------------------------
@@ -33,6 +33,8 @@ MAX_BYTES = 1 << 60
 UNEVEN_SCALES = (0.9, 1.0, 1.1, 1.2)
 # The fields of a StageProfile that are times (but for `reductions`), and those that are bytes.
 TIMES = ("forward", "input_backward", "weight_backward", "optimizer")
+# The fields of a Job that are its size.
+SHAPE = ("pipelines", "stages", "micro_batches")
 SIZES = ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes")
 
 
@@ -76,16 +78,17 @@ class StageProfile:
         return min(self.activation_bytes, self.weight_backward_bytes) if splits else self.activation_bytes
 
     def check(self, where: str) -> None:
+        """Raises InputError. What is a number of NumPy's becomes a plain one."""
         for name in TIMES:
-            check_duration(f"{where}.{name}", getattr(self, name))
+            object.__setattr__(self, name, check_duration(f"{where}.{name}", getattr(self, name)))
         if self.forward <= 0:
             raise InputError(f"{where}.forward", self.forward, "a duration above 0")
         if self.input_backward + self.weight_backward <= 0:
             raise InputError(f"{where}.input_backward + weight_backward", 0, "a backward above 0")
-        for n, reduction in enumerate(self.reductions):
-            check_duration(f"{where}.reductions[{n}]", reduction)
+        reductions = tuple(check_duration(f"{where}.reductions[{n}]", time) for n, time in enumerate(self.reductions))
+        object.__setattr__(self, "reductions", reductions)
         for name in SIZES:
-            check_bytes(f"{where}.{name}", getattr(self, name))
+            object.__setattr__(self, name, check_bytes(f"{where}.{name}", getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,10 @@ class LayerProfile(StageProfile):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_duration(f"{where}.transfer", self.transfer)
-        check_duration(f"{where}.backward_transfer", self.back)
+        object.__setattr__(self, "transfer", check_duration(f"{where}.transfer", self.transfer))
+        back = check_duration(f"{where}.backward_transfer", self.back)
+        if self.backward_transfer is not None:
+            object.__setattr__(self, "backward_transfer", back)
 
 
 def joined(layers: Sequence[StageProfile]) -> StageProfile:
@@ -224,20 +229,25 @@ def parse_durations(text: str) -> dict[str, float]:
     return out
 
 
-def check_duration(field: str, value: float) -> None:
+def check_duration(field: str, value: float) -> float:
+    """Returns the plain number that `value` stands for. Raises InputError."""
+    found = as_number(value)
     # An int may be too large for a float, so only its range is checked.
-    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    if isinstance(value, bool) or not finite:
+    if found is None or not (isinstance(found, int) or math.isfinite(found)):
         raise InputError(field, value, "a finite number")
-    if not 0 <= value <= 1e9:
+    if not 0 <= found <= 1e9:
         raise InputError(field, value, "a duration from 0 to 1e9")
-    if decimals(value) > MAX_DECIMALS:
+    if decimals(found) > MAX_DECIMALS:
         raise InputError(field, value, f"at most {MAX_DECIMALS} decimals")
+    return found
 
 
-def check_bytes(field: str, value: int, *, least: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_BYTES:
+def check_bytes(field: str, value: int, *, least: int = 0) -> int:
+    """Returns the int that `value` stands for. Raises InputError."""
+    found = as_whole(value)
+    if found is None or not least <= found <= MAX_BYTES:
         raise InputError(field, value, f"a whole number of bytes from {least} to {MAX_BYTES}")
+    return found
 
 
 def decimals(value: float) -> int:
@@ -363,7 +373,8 @@ class Job:
     home: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_sizes(self.pipelines, self.stages, self.micro_batches)
+        for name, size in zip(SHAPE, check_sizes(self.pipelines, self.stages, self.micro_batches), strict=True):
+            object.__setattr__(self, name, size)
         self._lay_out()
         if len(self.time_unit) > 20 or not self.time_unit.isprintable():
             raise InputError("time_unit", self.time_unit, "at most 20 printable characters")
@@ -389,12 +400,12 @@ class Job:
             profile.check(f"profiles[{s}]")
             self._check_reductions(f"profiles[{s}]", profile)
         for name in ("transfers", "backward_transfers"):
-            for s, transfer in enumerate(getattr(self, name)):
-                check_duration(f"{name}[{s}]", transfer)
+            times = tuple(check_duration(f"{name}[{s}]", time) for s, time in enumerate(getattr(self, name)))
+            object.__setattr__(self, name, times)
         if len(self.capacity_bytes) not in (0, self.stages):
             raise InputError("capacity_bytes", len(self.capacity_bytes), f"one per stage, {self.stages} in all")
-        for s, capacity in enumerate(self.capacity_bytes):
-            check_bytes(f"capacity_bytes[{s}]", capacity, least=1)
+        capacity = tuple(check_bytes(f"capacity_bytes[{s}]", n, least=1) for s, n in enumerate(self.capacity_bytes))
+        object.__setattr__(self, "capacity_bytes", capacity)
         self._check_speeds()
         self._check_length()
 
@@ -452,13 +463,13 @@ class Job:
     def check_partition(self, partition: Iterable[int], *, field: str = "partition") -> tuple[int, ...]:
         """Returns `partition` as a tuple; raises InputError where this job can't be cut so."""
         given = tuple(partition)
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in given)
+        counts = tuple(as_whole(n) or 0 for n in given)
         if not self.layers:
             raise InputError(field, given, "nothing for a job without layers")
-        if not whole or len(given) != self.stages or sum(given) != len(self.layers):
+        if min(counts, default=0) < 1 or len(counts) != self.stages or sum(counts) != len(self.layers):
             what = f"{self.stages} numbers of at least 1 that add up to {len(self.layers)} layers"
             raise InputError(field, ",".join(map(str, given)), what)
-        return given
+        return counts
 
     def with_partition(self, partition: Iterable[int]) -> Job:
         """Returns this job with another partition and the same home. Raises InputError."""
@@ -512,11 +523,13 @@ class Job:
     def _check_speeds(self) -> None:
         """Checks the speeds and brings them into one form (sorted, without those that are 1), so that equal jobs
         compare equal."""
+        speeds = list[tuple[Worker, float]]()
         for worker, speed in self.speeds:
-            known = not isinstance(speed, bool) and isinstance(speed, (int, float)) and math.isfinite(speed)
-            if not known or not SLOWEST <= speed <= FASTEST:
+            found = as_number(speed)
+            if found is None or not SLOWEST <= found <= FASTEST:
                 raise InputError(f"speeds.{worker}", speed, f"a number from {SLOWEST:g} to {FASTEST:g} (1 is nominal)")
-        inside = {w: s for w, s in self.speeds if w.pipeline < self.pipelines and w.stage < self.stages and s != 1}
+            speeds.append((worker, found))
+        inside = {w: s for w, s in speeds if w.pipeline < self.pipelines and w.stage < self.stages and s != 1}
         object.__setattr__(self, "speeds", tuple(sorted(inside.items())))
 
     @classmethod
@@ -534,12 +547,14 @@ class Job:
         """Makes a job whose stages are all alike or, if `layers` is given, one of so many equal layers. `durations` are
         those of a stage or of a layer; it has any of the keys F, I, W, O, transfer."""
         times = {"F": 1.0, "I": 1.0, "W": 1.0, "O": 0.0, "transfer": 0.0, **(durations or {})}
-        check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
+        # Before a tuple per stage is made.
+        pipelines, stages, micro_batches = check_sizes(pipelines, stages, micro_batches)
         if layers:
             layer = LayerProfile(times["F"], times["I"], times["W"], times["O"], transfer=times["transfer"])
-            if isinstance(layers, bool) or not isinstance(layers, int) or not stages <= layers <= MAX_LAYERS:
+            count = as_whole(layers)
+            if count is None or not stages <= count <= MAX_LAYERS:
                 raise InputError("layers", layers, f"a whole number from {stages}, one for each stage, to {MAX_LAYERS}")
-            many = (layer,) * layers
+            many = (layer,) * count
             return cls(pipelines, stages, micro_batches, time_unit=time_unit, layers=many, partition=partition)
         profile = StageProfile(times["F"], times["I"], times["W"], times["O"])
         return cls(
@@ -811,14 +826,16 @@ def count_ops(pipelines: int, stages: int, micro_batches: int) -> int:
     return 3 * pipelines * stages * micro_batches
 
 
-def check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
-    """Raises InputError for numbers that are no size, and for jobs too large for memory, before any memory is taken."""
-    for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
-        check_whole(name, value, 1)
+def check_sizes(pipelines: int, stages: int, micro_batches: int) -> tuple[int, int, int]:
+    """Returns the three as plain ints. Raises InputError for numbers that are no size, and for jobs too large for
+    memory, before any memory is taken."""
+    given = pipelines, stages, micro_batches
+    pipelines, stages, micro_batches = (check_whole(name, size, 1) for name, size in zip(SHAPE, given, strict=True))
     ops = count_ops(pipelines, stages, micro_batches)
     if ops > MAX_OPS:
         most = f"at most {MAX_OPS:,} ops, which take up to {MAX_OPS * BYTES_PER_OP / 1e9:.0f} GB"
         raise InputError("pipelines x stages x micro_batches x 3 ops", ops, most)
+    return pipelines, stages, micro_batches
 
 
 def _bytes_limits(job: Job, stage: int, technique: Technique) -> tuple[int | None, int | None, int | None]:

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -35,6 +36,7 @@ from openrecycle.agent.workers.spec import RunSpec, WorkerSpec, decode_spec, enc
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.changed_options import all_changed, everything_changed
+from tests.conftest import refuses
 
 JOB = Job(3, 4, 6)
 LEAVES = list(leaves(TrainingOptions))
@@ -103,6 +105,25 @@ def test_every_option_reaches_the_job_from_the_command_line() -> None:
         if leaf.flag is not None:
             assert value(got[0], leaf.path) == all_changed()[leaf.path], leaf.path
             assert value(got[1], leaf.path) == leaf.default, leaf.path
+
+
+def of_numpy(number: Any) -> Any:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return number
+    return np.int64(number) if isinstance(number, int) else np.float64(number)
+
+
+def test_numbers_of_numpy_are_taken_as_plain_ones() -> None:
+    given = {path: of_numpy(number) for path, number in all_changed().items()}
+    assert any(isinstance(number, np.integer) for number in given.values())
+    taken, plain = build(TrainingOptions, given, job=JOB), everything_changed(job=JOB)
+    for leaf in LEAVES:
+        assert type(value(taken, leaf.path)) is type(value(plain, leaf.path)), leaf.path
+    assert taken == plain
+    assert type(Timeouts(form=np.float32(1.5)).form) is float  # type: ignore[arg-type]
+    for wrong in (np.float64(2.0), np.True_, np.array([2]), True, "2"):
+        with refuses("faults.compare_every"):
+            Faults(compare_every=wrong)  # type: ignore[arg-type]
 
 
 def test_every_group_is_an_argument_and_a_public_name() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from openrecycle import (
     MicroBatchSampler,
     Model,
     Optimization,
+    PadCollate,
     Planning,
     ProgressBar,
     TensorSpec,
@@ -239,6 +241,15 @@ def test_models_and_data_are_compared_by_identity_and_changed_by_replace() -> No
     assert replace(LISTED(), layers=[nn.Tanh()]).count == 1
     assert replace(LISTED(), layers=None, stages=[nn.Tanh()]).count is None
     assert len(repr(Data([torch.ones(2)] * 9999, batch_size=2))) < 1000
+
+
+def test_numbers_of_numpy_are_taken_for_a_model_and_data() -> None:
+    two, data = np.int64(2), Data(own_jobs.Squares(9), batch_size=np.int64(2), prefetch=np.int64(2))  # type: ignore[arg-type]
+    model = Model(layers=own_jobs.build_stage, layer_count=two, loss=max)  # type: ignore[arg-type]
+    evaluation = Evaluation(data=own_jobs.data, every=two, micro_batches=two)  # type: ignore[arg-type]
+    pad = PadCollate(two, {0: 0.0})  # type: ignore[arg-type]
+    taken = [data.batch_size, data.prefetch, model.layer_count, evaluation.every, evaluation.micro_batches, pad.length]
+    assert [(type(n), n) for n in taken] == [(int, 2)] * 6
 
 
 @pytest.mark.parametrize("capacity", ["80GiB", 80 << 30])

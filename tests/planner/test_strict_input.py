@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -18,7 +20,7 @@ from openrecycle.planner.jobs.job import BYTES_PER_OP, MAX_OPS, Job, MemoryLimit
 from openrecycle.planner.output import run
 from openrecycle.planner.plans.plan import Plan, PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
-from tests.conftest import at_length
+from tests.conftest import at_length, refuses
 from tests.golden import golden
 
 
@@ -143,6 +145,21 @@ def test_true_is_no_number(field: str) -> None:
 def test_a_loss_that_is_no_hexadecimal_float_is_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="loss_hex"):
         _iteration(loss_hex=text)
+
+
+def test_a_job_of_numbers_of_numpy_is_that_of_plain_ones() -> None:
+    two, half = np.int64(2), np.float64(0.5)
+    grid: Any = (two, two, two)
+    times: Any = {"F": half, "I": two, "W": half, "O": half, "transfer": half}
+    job = Job.uniform(*grid, durations=times, layers=np.int64(4), partition=(two, two))  # type: ignore[arg-type]
+    sped = replace(job, speeds=((Worker(0, 1), half),), capacity_bytes=(two, two))
+    plain_times = {"F": 0.5, "I": 2, "W": 0.5, "O": 0.5, "transfer": 0.5}
+    plain = Job.uniform(2, 2, 2, durations=plain_times, layers=4, partition=(2, 2))
+    plain = replace(plain, speeds=((Worker(0, 1), 0.5),), capacity_bytes=(2, 2))
+    assert repr(sped) == repr(plain), "a document of it is written by what its numbers are"
+    for wrong in (np.True_, half, "2", np.array([2])):
+        with refuses("stages"):
+            Job.uniform(1, wrong, 1)  # type: ignore[arg-type]
 
 
 def test_beyond_the_most_ops_a_job_is_refused_with_what_it_would_take() -> None:
