@@ -86,7 +86,7 @@ class Model:
             given = "neither" if self.stages is None else "both"
             raise InputError("model.layers", given, "layers, or stages that can't be cut")
         field, count = f"model.{self.kind}s", self.layer_count
-        parts, shared = torch_pipelining.modules_of(self.parts, field)
+        parts = torch_pipelining.modules_of(self.parts, field)
         listed = isinstance(parts, Sequence) and not isinstance(parts, str | bytes)
         if not listed and not callable(parts):
             raise InputError(field, kind_name(parts), "a list of modules, or a function that builds them")
@@ -113,7 +113,7 @@ class Model:
             expected = "for each pair of neighbouring layers, or stages, a list of TensorSpecs"
             raise InputError("model.stage_io", self.stage_io, expected)
         object.__setattr__(self, f"{self.kind}s", parts)
-        object.__setattr__(self, "tied", (*map(tuple, self.tied), *shared))
+        object.__setattr__(self, "tied", tuple(map(tuple, self.tied)))
 
     @property
     def kind(self) -> str:
@@ -401,7 +401,9 @@ def _passed_on(inputs: Any, names: tuple[str, ...]) -> Tensor | tuple[Tensor, ..
 
 
 def _shared(layers: Layers) -> Tied:
-    """Returns the parameters that several of the given modules have."""
+    """Returns the parameters that several of the given modules have, or had in the Pipe that they come from."""
+    if isinstance(layers, torch_pipelining.PipeLayers):
+        return layers.shared
     holders: dict[int, list[str]] = {}
     if isinstance(layers, Sequence):
         for layer, part in enumerate(layers):

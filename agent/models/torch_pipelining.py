@@ -32,9 +32,15 @@ dist: Any = torch.distributed
 _NAME = "torch.distributed.pipelining"
 
 
-def modules_of(given: Any, argument: str) -> tuple[Any, Tied]:
-    """Returns the modules in `given`, which the user passed as `argument` (layers or stages), and the parameters that
-    they share. What does not come from torch.distributed.pipelining is returned as it is. Raises InputError."""
+class PipeLayers(list[nn.Module]):
+    """The layers of a Pipe. shared: the parameters that were one in its model, and of which each layer has a copy."""
+
+    shared: Tied = ()
+
+
+def modules_of(given: Any, argument: str) -> Any:
+    """Returns the modules in `given`, which the user passed as `argument` (layers or stages). What does not come from
+    torch.distributed.pipelining is returned as it is. Raises InputError."""
     _check(given, argument)
     if _is(given, "Pipe"):
         return layers_of(given, argument)
@@ -54,7 +60,7 @@ def modules_of(given: Any, argument: str) -> tuple[Any, Tied]:
         for number, part in enumerate(given):
             if isinstance(part, nn.Module):
                 _check_data(part, number, argument)
-    return given, ()
+    return given
 
 
 def built(build: Callable[[], Any], number: int, count: int, argument: str) -> Any:
@@ -136,7 +142,7 @@ def _group_of_one() -> Iterator[None]:
 # -- Pipe --------------------------------------------------------------------------------------
 
 
-def layers_of(pipe: Any, argument: str = "stages") -> tuple[list[nn.Module], Tied]:
+def layers_of(pipe: Any, argument: str = "stages") -> PipeLayers:
     """Turns the stages of a Pipe into layers. Each layer passes the next one what it needs, so a value that skips
     stages goes through those between. Parameters and buffers have the model's names. Raises InputError."""
     graph: fx.Graph = pipe.split_gm.graph
@@ -145,7 +151,7 @@ def layers_of(pipe: Any, argument: str = "stages") -> tuple[list[nn.Module], Tie
     if any(node.target is not operator.getitem for node in strange) or any(node.kwargs for node in calls):
         raise InputError(argument, "a Pipe with a loss in it", "one made by torch.distributed.pipelining.pipeline")
     made, used = _lifetimes(graph, calls)
-    layers: list[nn.Module] = []
+    layers = PipeLayers()
     comes = [node for node in graph.nodes if node.op == "placeholder"]
     for number, call in enumerate(calls):
         stage = pipe.split_gm.get_submodule(call.target)
@@ -164,7 +170,8 @@ def layers_of(pipe: Any, argument: str = "stages") -> tuple[list[nn.Module], Tie
             goes = tuple(values[node] for node in comes)
         out.output(goes[0] if isinstance(goes, (tuple, list)) and len(goes) == 1 else goes)
         layers.append(TracedLayer.of(out, stage, inlined.nested))
-    return layers, _tied(pipe, [str(call.target) for call in calls], layers)
+    layers.shared = _tied(pipe, [str(call.target) for call in calls], layers)
+    return layers
 
 
 def _lifetimes(graph: fx.Graph, calls: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
 
-from openrecycle import Faults, Job, Planning
+from openrecycle import Data, Faults, Job, Model, Planning
+from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.models.torch_pipelining import layers_of
 from openrecycle.planner.jobs.errors import InputError
@@ -36,16 +38,29 @@ def run(layers: list[nn.Module], *x: Any) -> Any:
 
 def test_a_pipes_layers_compute_what_the_model_does_here_and_elsewhere() -> None:
     model = jobs.net()
-    layers, tied = layers_of(jobs.pipe(model=model))
+    layers = layers_of(jobs.pipe(model=model))
     ids, keep = jobs.inputs()
     expected = run([model], ids, keep)
     assert torch.equal(run(layers, ids, keep), expected)
     assert torch.equal(run(pickle.loads(pickle.dumps(layers)), ids, keep), expected)
-    assert tied == (("0.emb.weight", "4.head.weight"),)
+    assert layers.shared == (("0.emb.weight", "4.head.weight"),)
+
+
+def test_what_a_pipes_layers_share_stays_when_the_model_is_changed() -> None:
+    shared, more = ("0.emb.weight", "4.head.weight"), ("1.blocks.1.a.weight", "2.blocks.2.a.weight")
+
+    def tied(model: Model) -> list[tuple[str, ...]]:
+        data = Data(jobs.data)
+        return sorted(CallableWorkload(model, data, torch.optim.SGD, None, 0).tied(5))
+
+    model = Model(layers=jobs.pipe(), loss=jobs.loss)
+    assert tied(model) == tied(replace(model, loss=max)) == [shared]
+    assert tied(replace(model, tied=[more])) == [shared, more]
+    assert tied(replace(model, layers=[nn.Tanh()] * 5)) == [], "other layers share nothing"
 
 
 def test_names_and_order_are_those_of_the_model() -> None:
-    layers, _ = layers_of(jobs.pipe())
+    layers = layers_of(jobs.pipe())
     for traced, plain in zip(layers, jobs.plain(), strict=True):
         assert [name for name, _ in traced.named_parameters()] == [name for name, _ in plain.named_parameters()]
         assert traced.state_dict().keys() == plain.state_dict().keys()
@@ -70,7 +85,7 @@ def test_what_else_a_pipe_may_have() -> None:
     model = Awkward()
     x, number = torch.randn(3, 4), torch.arange(3)
     traced = pipeline(model, (x, number), split_spec={"norm": SplitPoint.BEGINNING, "last": SplitPoint.BEGINNING})
-    layers = pickle.loads(pickle.dumps(layers_of(traced)[0]))
+    layers = pickle.loads(pickle.dumps(layers_of(traced)))
     assert len(layers) == 3
     found, expected = run(layers, x, number), run([model], x, number)
     assert len(found) == 3 and all(map(torch.equal, found, expected))
