@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import random
+import re
 import socket
 import ssl
 import sys
@@ -624,29 +625,46 @@ _REASONS = {
     TimeoutError: "timeout",
     ConnectionResetError: "connection closed",
     http.client.IncompleteRead: "connection closed",
+    requests.exceptions.ChunkedEncodingError: "connection closed",
+    requests.Timeout: "timeout",
 }
+# Alerts of TLS that a server sends, depending on the version, where a client shows no certificate.
+_WANTED = re.compile("CERTIFICATE|HANDSHAKE_FAILURE|UNKNOWN_CA|ACCESS_DENIED")
+_ASKS = "it asks for a client's certificate, of which agents have none"
 
 
 def _reason(error: BaseException) -> str:
     """Returns in words why a request got no answer; the name of the error where there are none."""
-    causes, cause = list[BaseException](), error.__cause__ or error.__context__
-    while cause is not None:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
+    causes = list(_causes(error))
+    for cause in causes:
+        # Who sends an alert speaks TLS.
+        if isinstance(cause, ssl.SSLError) and (alert := re.search("ALERT_(.*)", cause.reason or "")):
+            words = alert[1].replace("_", " ").lower()
+            if _WANTED.search(alert[1]):
+                return f"TLS: {words}; perhaps {_ASKS}"
+            return f"TLS: {words}"
     for kind, words in _REASONS.items():
         if any(isinstance(cause, kind) for cause in causes):
             return words
-    return "timeout" if isinstance(error, requests.Timeout) else type(error).__name__
+    said = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
+    return said[-1] if said else type(error).__name__
 
 
-def _not_trusted(error: BaseException | None) -> str:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields the error and what has led to it. urllib3 puts some causes into its errors as an argument."""
+    while error is not None:
+        yield error
+        inside = error.args[0] if error.args and isinstance(error.args[0], BaseException) else None
+        error = error.__cause__ or error.__context__ or inside
+
+
+def _not_trusted(error: BaseException) -> str:
     """Returns the reason if the console's certificate is not trusted here; "": the error has another cause."""
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
-        error = error.__cause__ or error.__context__
-    if error is None:
-        return ""
-    named = "set REQUESTS_CA_BUNDLE to a file with the certificates to trust"
-    return f"has a certificate that is not trusted here ({error.verify_message}); {named}"
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            named = "set REQUESTS_CA_BUNDLE to a file with the certificates to trust"
+            return f"has a certificate that is not trusted here ({cause.verify_message}); {named}"
+    return ""
 
 
 class Backoff:
@@ -675,7 +693,9 @@ def _problem(answer: requests.Response) -> ProblemDetails:
 
 def _detail(answer: requests.Response) -> str:
     problem = _problem(answer)
-    return f" ({problem.detail[:300]})" if problem.code != "unknown" else ""
+    if problem.code != "unknown":
+        return f" ({problem.detail[:300]})"
+    return f" ({_ASKS})" if re.search("SSL certificate (was sent|error)", answer.text) else ""  # words of nginx
 
 
 # -- one time axis for processes of several hosts ----------------------------------------------------

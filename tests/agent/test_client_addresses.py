@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from openrecycle.agent.config.options import check_url
 from openrecycle.agent.coordination.launcher import Halt
@@ -210,6 +216,72 @@ def test_a_proxy_that_reaches_no_console_is_not_taken_for_one_without_tls(stack:
     with pytest.raises(ConsoleUnavailable) as raised:
         read(ConsoleClient(f"https://127.0.0.1:{listener.getsockname()[1]}"))
     assert golden("no-answer-since-closed") in str(raised.value)
+
+
+def test_an_answer_that_ends_before_its_first_piece_is_a_closed_connection(stack: ExitStack) -> None:
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def begins() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    threading.Thread(target=begins, daemon=True).start()
+    with pytest.raises(ConsoleUnavailable) as raised:
+        read(ConsoleClient(f"http://127.0.0.1:{server.getsockname()[1]}"))
+    assert golden("no-answer-since-closed") in str(raised.value)
+
+
+def certificate(folder: Path) -> Path:
+    """A file with a certificate for this machine, and its key."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "console")])
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(days=1), now + timedelta(days=1))
+    here = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    signed = made.add_extension(here, critical=False).sign(key, hashes.SHA256())
+    pem, none = serialization.Encoding.PEM, serialization.NoEncryption()
+    file = folder / "console.pem"
+    file.write_bytes(signed.public_bytes(pem) + key.private_bytes(pem, serialization.PrivateFormat.PKCS8, none))
+    return file
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_proxy_that_asks_for_a_clients_certificate_is_said_to(
+    version: ssl.TLSVersion, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = certificate(tmp_path)
+    asks = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    asks.load_cert_chain(file)
+    asks.minimum_version = asks.maximum_version = version
+    asks.verify_mode = ssl.CERT_REQUIRED
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def refuse() -> None:
+        connection, _ = server.accept()
+        with connection:
+            # The request that is on its way already is read: else the system would send a reset, and drop the alert.
+            plain = connection.dup()
+            with suppress(ssl.SSLError):
+                asks.wrap_socket(connection, server_side=True)
+            plain.shutdown(socket.SHUT_WR)
+            while plain.recv(65536):
+                pass
+            plain.close()
+
+    threading.Thread(target=refuse, daemon=True).start()
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(file))
+    with pytest.raises(ConsoleUnavailable) as raised:
+        read(ConsoleClient(f"https://127.0.0.1:{server.getsockname()[1]}"))
+    assert golden("no-answer-since-no-client-certificate") in str(raised.value)
+
+
+def test_a_proxy_that_answers_that_it_wants_a_clients_certificate_is_said_to(stack: ExitStack) -> None:
+    """As nginx does, which first takes the connection."""
+    no = answering(stack, (400, "<title>400 No required SSL certificate was sent</title>"))
+    with pytest.raises(ConsoleUnavailable) as raised:
+        read(ConsoleClient(no.url))
+    assert golden("no-answer-since-no-client-certificate") in str(raised.value)
 
 
 def test_a_refusal_is_an_answer(stack: ExitStack) -> None:
