@@ -55,7 +55,7 @@ def create(
         try:
             token, text = made.create(role, created_by=_actor(), name=name, job_id=job, days=days)
         except ConsoleError as error:  # about a field of the API, which is called like the option
-            fail(f"--{error}" if error.status == 422 else str(error))
+            fail(f"--{error.field}: {error.said}" if error.field else str(error))
         audit.record(_actor(), "create token", token.id, job_id=job, detail=token.name)
     print(text)
     ends = "it does not expire" if token.expires_at is None else f"it expires on {_day(token.expires_at)}"

@@ -388,7 +388,7 @@ def create_routes(console: ConsoleService) -> list[BaseRoute]:
         try:
             await in_thread(console.ready)
         except ConsoleError as error:
-            return problems.refusal(error)
+            return problems.answered(error)
         return JSONResponse({"status": "ready"})
 
     async def docs(request: Request) -> Response:

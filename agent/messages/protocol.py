@@ -702,7 +702,8 @@ class ProblemDetails(Message):
     """Body of every 4xx and 5xx answer (RFC 9457, application/problem+json).
 
     code: for programs (`unknown_job`, `unknown_worker`, `fenced`, `invalid`, `too_large`, ...).
-    detail: one sentence for people that names the field, the value and what was expected.
+    detail: one sentence for people that names the field, the value and what was expected. field: what of the request is
+    wrong, where it is one of its parameters, headers or fields; "the body" for all of it.
     """
 
     type: str = "about:blank"
@@ -710,3 +711,4 @@ class ProblemDetails(Message):
     status: int
     code: str
     detail: str
+    field: str = ""

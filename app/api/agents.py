@@ -252,7 +252,7 @@ def _spec(console: ConsoleService, wanted: JobWanted) -> JobSpec:
     fields = {name: getattr(wanted, name) for name in JobSpec.model_fields}
     if wanted.profile_name is not None:
         if wanted.profile is not None:
-            raise ConsoleError(422, "invalid", "profile, profile_name: got both, expected one of them")
+            raise ConsoleError(422, "invalid", "got both, expected one of them", field="profile, profile_name")
         job = console.plans.profiles.job(wanted.profile_name, wanted.pipelines, wanted.stages, wanted.micro_batches)
         fields["profile"] = job_doc(job)
     return JobSpec.model_validate(fields)

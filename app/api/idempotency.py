@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.errors import ConsoleError, storing
-from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.problems import AGAIN, answered
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.access import ACTOR, CALLER, from_header
 from openrecycle.app.security.guard import replayed
@@ -54,8 +54,8 @@ class Idempotency:
             await self.app(scope, receive, send)
             return
         if not (1 <= len(given) <= MOST_CHARACTERS and given.isascii() and given.isprintable()):
-            detail = f"{HEADER}: got {given[:80]!r}, expected 1 to {MOST_CHARACTERS} printable ASCII characters"
-            await problem(422, "invalid", detail)(scope, receive, send)
+            said = f"got {given[:80]!r}, expected 1 to {MOST_CHARACTERS} printable ASCII characters"
+            await answered(ConsoleError(422, "invalid", said, field=HEADER))(scope, receive, send)
             return
         body = await Request(scope, receive).body()  # bounded by the guard before
         headers = Headers(scope=scope)
@@ -66,7 +66,7 @@ class Idempotency:
             stale = KEPT_SECONDS if key in self._doing else STALE
             earlier = await in_thread(self._begin, key, scope, body, stale)
         except ConsoleError as error:
-            await problem(error.status, error.code, error.detail, {"Retry-After": "1"})(scope, receive, send)
+            await answered(error, AGAIN)(scope, receive, send)
             return
         if earlier is not None:
             await _replay(earlier, given)(scope, receive, send)
@@ -82,7 +82,9 @@ class Idempotency:
         with storing():
             earlier = self.requests.begin(key, request, stale=stale)
         if earlier is not None and earlier.request != request:
-            raise ConsoleError(409, "idempotency_conflict", f"{HEADER}: it was used for another request to this path")
+            raise ConsoleError(
+                409, "idempotency_conflict", "it was used for another request to this path", field=HEADER
+            )
         return earlier
 
     async def _first(self, scope: Scope, body: bytes, receive: Receive, send: Send, key: str) -> None:
@@ -120,8 +122,8 @@ class Idempotency:
 
 def _replay(earlier: Earlier, key: str) -> Response:
     if earlier.status == 0:
-        detail = f"{HEADER}: the request with {key!r} is being done; ask again for its answer"
-        return problem(409, "in_progress", detail, {"Retry-After": "1"})
+        said = f"the request with {key!r} is being done; ask again for its answer"
+        return answered(ConsoleError(409, "in_progress", said, field=HEADER), AGAIN)
     headers = {"Idempotent-Replayed": "true"}
     for name, value in (("Content-Type", earlier.media_type), ("Location", earlier.location)):
         if value:

@@ -32,7 +32,7 @@ from openrecycle.app.jobs.states import JobSummary
 from openrecycle.app.plans.files import document, is_small
 from openrecycle.app.plans.profiles import NAME
 from openrecycle.app.plans.solving import Point, Solve, SolveState
-from openrecycle.app.runtime.errors import ConsoleError, bounded, refuse_repeats, sentence
+from openrecycle.app.runtime.errors import ConsoleError, bounded, malformed, refuse_repeats
 from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.app.security.access import MAX_ACTOR, actor_of
 from openrecycle.planner.jobs.words import printable
@@ -81,11 +81,11 @@ async def known_query(request: Request) -> None:
         if name not in known or name in seen:
             shown = printable(f"{name[:100]}={value[:100]}")
             expected = "it once" if name in seen else f"one of {', '.join(known)}" if known else "no query parameter"
-            raise ConsoleError(422, "invalid", f"query: got {shown!r}, expected {expected}")
+            raise ConsoleError(422, "invalid", f"got {shown!r}, expected {expected}", field="query")
         seen.add(name)
         for kind, (written, expected) in _WRITTEN.items():
             if kind in known[name] and not written.fullmatch(value):
-                raise ConsoleError(422, "invalid", f"{name}: got {printable(value[:100])!r}, expected {expected}")
+                raise ConsoleError(422, "invalid", f"got {printable(value[:100])!r}, expected {expected}", field=name)
 
 
 # Stricter than pydantic, which also takes 1_0, +5, 5.0 and a space before a number, and `yes`.
@@ -123,7 +123,7 @@ def read(field: Any, body: bytes) -> Any:
     ConsoleError (422)."""
     message, errors = field.validate(bounded(body), {}, loc=("body",))
     if errors:
-        raise ConsoleError(422, "invalid", sentence(errors))
+        raise malformed(errors)
     return message
 
 
@@ -184,7 +184,9 @@ def _read(of: str, cursor: str) -> Place:
 
 
 def _wrong(cursor: str) -> ConsoleError:
-    return ConsoleError(422, "invalid", f"after: got {cursor[:80]!r}, expected the `next` of a page of this list")
+    return ConsoleError(
+        422, "invalid", f"got {cursor[:80]!r}, expected the `next` of a page of this list", field="after"
+    )
 
 
 # -- what the API answers -----------------------------------------------------------------------

@@ -227,12 +227,12 @@ def _start(console: ConsoleService, message: PlanWanted | MigrationsWanted) -> S
 def _job_of(console: ConsoleService, asked: _WhoseJob) -> JobDoc:
     sizes = asked.pipelines, asked.stages, asked.micro_batches
     if (asked.job is None) == (asked.profile_name is None):
-        raise ConsoleError(422, "invalid", "job, profile_name: expected one of them")
+        raise ConsoleError(422, "invalid", "expected one of them", field="job, profile_name")
     if asked.profile_name is not None:
         return job_doc(console.plans.profiles.job(asked.profile_name, *sizes))
     if any(size is not None for size in sizes):
-        detail = "pipelines, stages, micro_batches: expected none of them beside job, which has its own"
-        raise ConsoleError(422, "invalid", detail)
+        said = "expected none of them beside job, which has its own"
+        raise ConsoleError(422, "invalid", said, field="pipelines, stages, micro_batches")
     assert asked.job is not None
     return asked.job
 
@@ -272,7 +272,7 @@ def _upload(console: ConsoleService, body: bytes, actor: str) -> str:
 
 def _save(console: ConsoleService, message: PlanToSave) -> str:
     if wrong := message.wrong:
-        raise ConsoleError(422, "invalid", wrong)
+        raise wrong
     if message.solve is not None:
         return console.plans.library.save(_plan_of(console, message.solve), message.name)
     assert message.plan is not None
@@ -549,7 +549,9 @@ def catalogs_router(console: ConsoleService) -> APIRouter:
         """The newest filling since the console started."""
         found = catalogs.filling(fingerprint)
         if found is None:
-            raise ConsoleError(404, "not_filling", f"catalog: got {fingerprint!r}, expected one that has been filled")
+            raise ConsoleError(
+                404, "not_filling", f"got {fingerprint!r}, expected one that has been filled", field="catalog"
+            )
         return FillingInfo.model_validate(found)
 
     @api.delete("/catalogs/{fingerprint}/filling", status_code=202)

@@ -218,7 +218,9 @@ class Catalogs:
         with storing():
             text = self._store.catalog_info(fingerprint)
         if text is None:
-            raise ConsoleError(404, "unknown_catalog", f"catalog: got {fingerprint!r}, expected a stored catalog's")
+            raise ConsoleError(
+                404, "unknown_catalog", f"got {fingerprint!r}, expected a stored catalog's", field="catalog"
+            )
         try:
             return self._opened(CatalogInfo.from_json(text, source=f"catalog {fingerprint}"), fingerprint)
         except PlannerError as error:
@@ -319,7 +321,7 @@ class Catalogs:
             filling = self._fillings.get(fingerprint)
             if filling is None:
                 raise ConsoleError(
-                    404, "not_filling", f"catalog: got {fingerprint!r}, expected one that is being filled"
+                    404, "not_filling", f"got {fingerprint!r}, expected one that is being filled", field="catalog"
                 )
             if filling.running and filling.asked is not None:
                 filling.state = "cancelled"

@@ -77,11 +77,14 @@ class Operators:
         job, member = self._member(job_id, worker)
         if not job.spec.demo:
             raise ConsoleError(
-                403, "not_a_demo", "demo: got false; only processes of a demo job may be killed from the console"
+                403,
+                "not_a_demo",
+                "got false; only processes of a demo job may be killed from the console",
+                field="demo",
             )
         if member.incarnation is None or member.state in (WorkerState.FAILED, WorkerState.FINISHED):
             state = "drained" if member.state is WorkerState.FAILED and member.leaving else member.state
-            raise ConsoleError(409, "not_running", f"worker: {worker} is {state}, expected one that runs")
+            raise ConsoleError(409, "not_running", f"{worker} is {state}, expected one that runs", field="worker")
         now = job.processes.get(member.incarnation)
         if pid and now is not None and now.pid != pid:
             text = f"worker: {worker} is held by process {now.pid} by now, not by {pid}; look at it anew"
@@ -104,7 +107,9 @@ class Operators:
         job, member = self._member(job_id, worker)
         _has_launcher(job, "start its processes again yourself")
         if member.state is not WorkerState.FAILED:
-            raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
+            raise ConsoleError(
+                409, "not_failed", f"{worker} is {member.state}, expected one that has failed", field="worker"
+            )
         if member.goes:  # its launcher has no free place for another process yet, and would start none
             text = f"worker: {worker} is about to leave, as it was asked to; it can be started again once it has left"
             raise ConsoleError(409, "not_failed", text)
@@ -188,7 +193,7 @@ class Operators:
         mode. Raises ConsoleError."""
         if not LEAST_CHOICE_TIMEOUT <= choice_timeout <= MOST_CHOICE_TIMEOUT:
             expected = f"{LEAST_CHOICE_TIMEOUT:g} to {MOST_CHOICE_TIMEOUT:g} seconds"
-            raise ConsoleError(422, "invalid", f"choice_timeout: got {choice_timeout!r}, expected {expected}")
+            raise ConsoleError(422, "invalid", f"got {choice_timeout!r}, expected {expected}", field="choice_timeout")
         who = named(actor)
         return self._find(job_id).apply(
             ModeSet(mode, choice_timeout, who), audit=audit_row(who, "mode", f"{mode} {choice_timeout:g}")

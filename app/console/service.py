@@ -117,7 +117,8 @@ class JobRegistry:
             raise ConsoleError(
                 422,
                 "invalid",
-                f"pipelines x stages: got {spec.pipelines * spec.stages}, expected at most {MAX_WORKERS} workers",
+                f"got {spec.pipelines * spec.stages}, expected at most {MAX_WORKERS} workers",
+                field="pipelines x stages",
             )
         with storing():
             earlier = self._store.job_of_key(idempotency_key) if idempotency_key is not None else None
@@ -491,7 +492,7 @@ class Reports:
         reason."""
         job, failed, plan = self._find(job_id), message.failed, None
         if len(set(failed)) < len(failed) or any(name not in job.state.members for name in failed):
-            raise ConsoleError(422, "invalid", "failed: expected workers of the job's grid, each once")
+            raise ConsoleError(422, "invalid", "expected workers of the job's grid, each once", field="failed")
         if message.document:
             try:
                 plan = Plan.from_json(message.document, source="document")
@@ -501,7 +502,9 @@ class Reports:
             of_job = (job.spec.pipelines, job.spec.stages, job.spec.micro_batches)
             same = message.plan_fingerprint == plan.fingerprint == plan.compute_fingerprint()
             if grid != of_job or not same or sorted(plan.failed) != sorted(failed) or check(plan):
-                raise ConsoleError(422, "invalid", "document: expected a valid plan of the job, as the report names it")
+                raise ConsoleError(
+                    422, "invalid", "expected a valid plan of the job, as the report names it", field="document"
+                )
         with storing():
             known = plan is not None or self._store.has_plan(message.plan_fingerprint)
         interim = Interim(message.plan_fingerprint if known else "", failed)
@@ -521,8 +524,8 @@ class Reports:
                 raise ConsoleError(
                     422,
                     "invalid",
-                    f"iterations.iteration: got {report.iteration}, expected below {job.spec.iterations}, "
-                    "the number that the job runs",
+                    f"got {report.iteration}, expected below {job.spec.iterations}, the number that the job runs",
+                    field="iterations.iteration",
                 )
         rows, at = list[dict[str, object]](), time.time() - age
         for report in reversed(iterations):
@@ -563,7 +566,7 @@ class Reports:
             raise ConsoleError(409, "misfit", str(error)) from None
         count = message.moved_layers
         if count > sum(partition):
-            raise ConsoleError(409, "misfit", f"moved_layers: got {count}, expected at most {sum(partition)}")
+            raise ConsoleError(409, "misfit", f"got {count}, expected at most {sum(partition)}", field="moved_layers")
         with storing():
             opened = self._store.generation(job_id, message.generation)
         fits = opened is not None and tuple(opened["partition"]) == partition

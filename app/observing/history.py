@@ -934,7 +934,7 @@ class Histories:
         audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=name)
         with job.lock if job else nullcontext(), storing():  # the lock, so that no worker registers meanwhile
             if job and (why := self.kept_for(job_id)):
-                raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
+                raise ConsoleError(409, "job_runs", f"{job_id} {why}, expected one that has ended", field="job")
             self._rows.hide(job_id, audit)
             self._jobs.let_go(job_id)
         self._deleted.set()

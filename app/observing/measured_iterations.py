@@ -332,17 +332,18 @@ def check_ops(message: MeasuredOps, job: LiveJob) -> None:
     job.sender(message.worker, message.incarnation)
     if max(message.pipelines) >= spec.pipelines:
         got = max(message.pipelines)
-        raise ConsoleError(422, "invalid", f"pipelines: got {got}, expected below {spec.pipelines}")
+        raise ConsoleError(422, "invalid", f"got {got}, expected below {spec.pipelines}", field="pipelines")
     for kind, micro_batch in zip(message.kinds, message.micro_batches, strict=True):
         if (micro_batch == -1) != (kind == "O") or micro_batch >= spec.micro_batches:
             raise ConsoleError(
                 422,
                 "invalid",
-                f"micro_batches: got {micro_batch} for {kind}, expected 0 to {spec.micro_batches - 1}, and -1 for O",
+                f"got {micro_batch} for {kind}, expected 0 to {spec.micro_batches - 1}, and -1 for O",
+                field="micro_batches",
             )
     ops = list(zip(message.kinds, message.pipelines, message.micro_batches, strict=True))
     if len(set(ops)) < len(ops) or not message.kinds.endswith("O"):
-        raise ConsoleError(422, "invalid", "kinds: each op is expected once, and O at the end")
+        raise ConsoleError(422, "invalid", "each op is expected once, and O at the end", field="kinds")
 
 
 def _keep(kept: list[int], iteration: int, most: int) -> None:

@@ -119,11 +119,13 @@ class Recorder:
         if worker not in job.state.members:
             raise unknown_worker(worker)
         if not since < until:
-            raise ConsoleError(422, "invalid", f"until: got {until!r}, expected more than since, {since!r}")
+            raise ConsoleError(422, "invalid", f"got {until!r}, expected more than since, {since!r}", field="until")
         level = step or _level(since, until, time.time(), self.keep.seconds, self.keep.minutes)
         if (until - since) / level > MAX_SAMPLES:
             got = f"{until - since:,.0f} s of {level} s each"
-            raise ConsoleError(422, "invalid", f"since, until: got {got}, expected at most {MAX_SAMPLES:,} samples")
+            raise ConsoleError(
+                422, "invalid", f"got {got}, expected at most {MAX_SAMPLES:,} samples", field="since, until"
+            )
         place = grid_place(worker, job.spec.stages)
         with storing():
             stored = self.heartbeats.read(job.job_id, level, place, since, until)

@@ -28,7 +28,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.runtime.errors import ConsoleError, bounded, invalid, sentence, starting
+from openrecycle.app.runtime.errors import BODY, ConsoleError, bounded, invalid, malformed, starting
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
 from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo, folder_files
 from openrecycle.planner.catalogs.catalog_build import most_failures
@@ -64,7 +64,7 @@ def _plan(value: Any) -> Plan | None:
     try:
         return value if value is None or isinstance(value, Plan) else Plan.from_document(value)
     except PlannerError as error:  # it says the field of the plan, which pydantic doesn't know
-        raise invalid(error, "plan: ") from None
+        raise invalid(error, "plan") from None
 
 
 class PlanToSave(BaseModel):
@@ -77,13 +77,14 @@ class PlanToSave(BaseModel):
     solve: Annotated[str, Field(max_length=64)] | None = None
 
     @property
-    def wrong(self) -> str:
-        """Why the plan can't be saved; "": it can."""
+    def wrong(self) -> ConsoleError | None:
+        """Why the plan can't be saved; None: it can."""
         if (self.plan is None) == (self.solve is None):
-            return "plan, solve: expected one of them"
+            return ConsoleError(422, "invalid", "expected one of them", field="plan, solve")
         if self.plan is None or not (found := check(self.plan)):
-            return ""
-        return f"plan: {found[0]}" + (f"; and {more}" if (more := further(found)) else "")
+            return None
+        said = str(found[0]) + (f"; and {more}" if (more := further(found)) else "")
+        return ConsoleError(422, "invalid", said, field="plan")
 
 
 class ReadPlan(NamedTuple):
@@ -141,7 +142,7 @@ class Uploads:
         head, _, rest = answered.partition(b"\n")
         said = json.loads(head)
         if why := said.get("wrong"):
-            raise ConsoleError(422, "invalid", why)
+            raise ConsoleError(422, "invalid", why, field=said["field"])
         if "solve" in said:
             return PlanToSave(name=said["name"], solve=said["solve"])
         return ReadPlan(said["name"], said["fingerprint"], said["summary"], rest)
@@ -162,7 +163,7 @@ class Uploads:
                     raise ConsoleError(422, "invalid", "it is not a plan")
                 reading.kept = keep(found)
             except ConsoleError as error:
-                reading.error = f"{name}: {of_file(error.detail, len(before))}"
+                reading.error = f"{name}: {of_file(error, len(before))}"
             except Exception as error:
                 log.exception("an uploaded plan could not be kept")
                 reading.error = f"{name}: it could not be kept ({type(error).__name__})"
@@ -175,10 +176,9 @@ class Uploads:
         self._children.close()
 
 
-def of_file(detail: str, before: int) -> str:
-    """Turns an error about a body into one about the file in it. before: how many bytes of the body precede the
-    file."""
-    said = detail.replace("the body", "the file", 1) if detail.startswith("the body") else detail
+def of_file(error: ConsoleError, before: int) -> str:
+    """Says an error about a body as one about the file in it. before: how many bytes of the body precede the file."""
+    said = f"the file: {error.said}" if error.field == BODY else error.detail
     if found := _PLACE.search(said):
         line, column = int(found[1]), int(found[2])
         said = f"{said[: found.start()]}line {line} column {max(1, column - before if line == 1 else column)}"
@@ -192,7 +192,7 @@ def read_upload(channel: Channel, body: bytes) -> None:
 
 
 def answer(body: bytes) -> bytes:
-    """Returns a line of JSON: {"wrong": sentence}, {"name", "solve"}, or the fields of a ReadPlan, whose packed
+    """Returns a line of JSON: {"wrong", "field"}, {"name", "solve"}, or the fields of a ReadPlan, whose packed
     form follows as bytes."""
     try:
         size = len(body)
@@ -200,18 +200,22 @@ def answer(body: bytes) -> bytes:
         bounded(body, containers=containers, fields=fields)
         message = PlanToSave.model_validate_json(body)
     except ConsoleError as error:
-        return json.dumps({"wrong": error.detail}).encode()
+        return _no_plan(error)
     except ValidationError as error:
-        return json.dumps({"wrong": sentence(error.errors(include_url=False))}).encode()
+        return _no_plan(malformed(error.errors(include_url=False)))  # type: ignore[arg-type]
     except MemoryError:
-        return json.dumps({"wrong": "plan: it takes more memory than there is"}).encode()
+        return _no_plan(ConsoleError(422, "invalid", "it takes more memory than there is", field="plan"))
     if wrong := message.wrong:
-        return json.dumps({"wrong": wrong}).encode()
+        return _no_plan(wrong)
     plan = message.plan
     if plan is None:
         return json.dumps({"name": message.name, "solve": message.solve}).encode()
     head = {"name": message.name, "fingerprint": plan.fingerprint, "summary": summary_of(plan)}
     return json.dumps(head).encode() + b"\n" + packed(plan)
+
+
+def _no_plan(error: ConsoleError) -> bytes:
+    return json.dumps({"wrong": error.said, "field": error.field}).encode()
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:
@@ -444,7 +448,7 @@ def offer_named(plan: Plan, name: str, wanted: str, job_id: str | None = None) -
     """Returns the offer of one format. Raises ConsoleError (422) for an unknown format."""
     found = {offer.name: offer for offer in offers(plan, name, job_id)}
     if wanted not in found:
-        raise ConsoleError(422, "invalid", f"format: got {wanted!r}, expected one of {', '.join(found)}")
+        raise ConsoleError(422, "invalid", f"got {wanted!r}, expected one of {', '.join(found)}", field="format")
     return found[wanted]
 
 

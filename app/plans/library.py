@@ -106,7 +106,9 @@ class Library:
     def _save(self, fingerprint: str, data: bytes, name: str, summary: dict[str, Any]) -> str:
         name = " ".join(name.split())
         if not name or len(name) > MAX_NAME or not name.isprintable():
-            raise ConsoleError(422, "invalid", f"name: got {name!r}, expected 1 to {MAX_NAME} printable characters")
+            raise ConsoleError(
+                422, "invalid", f"got {name!r}, expected 1 to {MAX_NAME} printable characters", field="name"
+            )
         with storing():
             best = self._rows.save(fingerprint, data, name, summary)
             self._plans.stored_anew(fingerprint)

@@ -115,35 +115,39 @@ class NamedProfiles:
                 return
             now = self._rows.get(name)
         if now is None:
-            raise ConsoleError(409, "gone", f"name: {name!r} was deleted meanwhile; save it again to keep this one")
-        raise ConsoleError(409, "taken", f"name: {name!r} is taken: {now[0]['saved_by']} has saved one")
+            raise ConsoleError(
+                409, "gone", f"{name!r} was deleted meanwhile; save it again to keep this one", field="name"
+            )
+        raise ConsoleError(409, "taken", f"{name!r} is taken: {now[0]['saved_by']} has saved one", field="name")
 
     def _checked(self, name: str, document: Profile | JobDoc) -> str:
         """Checks name and document; returns the document's text."""
         if not re.fullmatch(NAME, name):
             expected = "1 to 80 letters, digits, _ . + or -, a letter or digit first"
-            raise ConsoleError(422, "invalid", f"name: got {name[:100]!r}, expected {expected}")
+            raise ConsoleError(422, "invalid", f"got {name[:100]!r}, expected {expected}", field="name")
         if name in shipped():
-            raise ConsoleError(409, "shipped", f"profile: {name!r} comes with the planner; choose another name")
+            raise ConsoleError(409, "shipped", f"{name!r} comes with the planner; choose another name", field="profile")
         try:
             job_on(document)
         except PlannerError as error:
             raise invalid(error) from None
         text = document.model_dump_json()
         if len(text) > MAX_DOCUMENT:
-            detail = f"profile: got a document of {len(text):,} bytes, expected at most {MAX_DOCUMENT:,}"
-            raise ConsoleError(422, "invalid", detail)
+            said = f"got a document of {len(text):,} bytes, expected at most {MAX_DOCUMENT:,}"
+            raise ConsoleError(422, "invalid", said, field="profile")
         with storing():
             known = [row["name"] for row in self._rows.all()]
         if name not in known and len(known) >= MOST:
-            raise ConsoleError(409, "too_many", f"profile: {MOST:,} are kept already; delete one that is of no use")
+            raise ConsoleError(
+                409, "too_many", f"{MOST:,} are kept already; delete one that is of no use", field="profile"
+            )
         return text
 
     def delete(self, name: str) -> None:
         """Deletes a saved profile; jobs and plans that were made with it stay as they are. Raises ConsoleError (404,
         409)."""
         if name in shipped():
-            raise ConsoleError(409, "shipped", f"profile: {name!r} comes with the planner, and stays")
+            raise ConsoleError(409, "shipped", f"{name!r} comes with the planner, and stays", field="profile")
         with storing():
             gone = self._rows.delete(name)
         if not gone:
@@ -160,11 +164,13 @@ class NamedProfiles:
         try:
             return job_on(document, pipelines, stages, micro_batches)
         except PlannerError as error:
-            raise invalid(error, f"profile {name!r}: ") from None
+            raise invalid(error, f"profile {name!r}") from None
 
 
 def unknown_profile(name: str) -> ConsoleError:
-    return ConsoleError(404, "unknown_profile", f"profile: got {name!r}, expected the name of one; GET .../profiles")
+    return ConsoleError(
+        404, "unknown_profile", f"got {name!r}, expected the name of one; GET .../profiles", field="profile"
+    )
 
 
 def _read(text: str) -> Profile | JobDoc:

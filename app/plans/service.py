@@ -665,7 +665,9 @@ class Replanning:
         except PlannerError as error:
             raise ConsoleError(409, "no_plan", str(error)) from None
         except ValueError:
-            raise ConsoleError(422, "invalid", f"seconds: got {seconds!r}, expected above 0, at most 3600") from None
+            raise ConsoleError(
+                422, "invalid", f"got {seconds!r}, expected above 0, at most 3600", field="seconds"
+            ) from None
         with job.lock:
             self._ready(job)  # it may have ended meanwhile, and then nobody would look at the search any more
             if self.status(job_id, planning=True):

@@ -438,7 +438,9 @@ class Solves:
         """Raises ConsoleError (404)."""
         found = self._solves.get(solve_id)
         if found is None:
-            raise ConsoleError(404, "unknown_solve", f"solve: got {solve_id!r}, expected the id of one that is kept")
+            raise ConsoleError(
+                404, "unknown_solve", f"got {solve_id!r}, expected the id of one that is kept", field="solve"
+            )
         return found
 
     def all(self) -> list[Solve]:

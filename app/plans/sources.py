@@ -341,7 +341,7 @@ class PlanSources:
         found = self._measured_iteration(job, iteration, watch=True, keep=True)
         if found is None and iteration is not None:
             raise ConsoleError(
-                404, NOT_KEPT, f"plan: iteration {iteration} of job {job.spec.name!r} is not kept as it ran"
+                404, NOT_KEPT, f"iteration {iteration} of job {job.spec.name!r} is not kept as it ran", field="plan"
             )
         if found is not None:
             name = f"{job.spec.name}, iteration {found.iteration} as it ran"

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from openrecycle.app.plans.profiles import NAME, SavedProfile
 from openrecycle.app.plans.solving import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
-from openrecycle.app.runtime.errors import ConsoleError, bounded
+from openrecycle.app.runtime.errors import BODY, ConsoleError, bounded
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError, in_words
 from openrecycle.planner.jobs.job import (
     AUTO,
@@ -467,9 +467,9 @@ def read_upload(data: bytes) -> Profile | JobDoc:
     try:
         document = bounded(data.decode(json.detect_encoding(data)).encode())
     except UnicodeDecodeError as error:
-        raise PlanError(f"the file is not JSON: {error}") from None
+        raise PlanError(f"the file: got no JSON: {error}") from None
     except ConsoleError as error:
-        raise PlanError(error.detail.replace("the body", "the file", 1)) from None
+        raise PlanError(f"{'the file' if error.field == BODY else error.field}: {error.said}") from None
     try:
         if isinstance(document, dict) and "profile_version" in document:
             return Profile.model_validate(document)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from openrecycle.agent.messages.protocol import UNKNOWN_PLAN
-from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
+from openrecycle.planner.jobs.errors import InputError, PlannerError, named_in_documents
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import DuplicateKey, refuse_duplicates
 
@@ -35,31 +35,37 @@ _GONE = re.compile(
 
 
 class ConsoleError(Exception):
-    """A request that the console refuses. status: HTTP's (4xx, 503); code: for programs, as in
-    agent.messages.protocol.ProblemDetails."""
+    """A request that the console refuses. status: HTTP's (4xx, 503); code, field: for programs, as in
+    agent.messages.protocol.ProblemDetails. said: what is wrong; `detail` is the sentence, which begins with the field.
+    """
 
-    def __init__(self, status: int, code: str, detail: str) -> None:
+    def __init__(self, status: int, code: str, said: str, *, field: str = "") -> None:
         self.status = status
         self.code = code
-        self.detail = detail
-        super().__init__(detail)
+        self.field = field
+        self.said = said
+        self.detail = f"{field}: {said}" if field else said
+        super().__init__(self.detail)
 
 
 class SettingsError(Exception):
     """Raised when the console can't start with its settings. `str(error)` is one sentence for the user."""
 
 
-def invalid(error: PlannerError, where: str = "") -> ConsoleError:
-    """Makes the ConsoleError (422) for what the planner refuses. where: what it stands in, for the sentence."""
-    return ConsoleError(422, "invalid", where + in_words(error))
+def invalid(error: PlannerError, field: str = "") -> ConsoleError:
+    """Makes the ConsoleError (422) for what the planner refuses. field: in which it stands, where that is another."""
+    error = named_in_documents(error)
+    if field or not isinstance(error, InputError):
+        return ConsoleError(422, "invalid", str(error), field=field)
+    return ConsoleError(422, "invalid", error.said, field=error.field)
 
 
 def unknown_job(job_id: str) -> ConsoleError:
-    return ConsoleError(404, "unknown_job", f"job: got {job_id!r}, expected the id of a job of this console")
+    return ConsoleError(404, "unknown_job", f"got {job_id!r}, expected the id of a job of this console", field="job")
 
 
 def unknown_worker(name: str) -> ConsoleError:
-    return ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
+    return ConsoleError(404, "unknown_worker", f"got {name!r}, expected one of the job's grid", field="worker")
 
 
 def unavailable(error: SQLAlchemyError) -> ConsoleError:
@@ -112,12 +118,12 @@ def passing(error: Exception) -> ConsoleError | None:
 
 
 def unknown_plan(fingerprint: str) -> ConsoleError:
-    return ConsoleError(404, UNKNOWN_PLAN, f"plan: got {fingerprint!r}, expected the fingerprint of a plan")
+    return ConsoleError(404, UNKNOWN_PLAN, f"got {fingerprint!r}, expected the fingerprint of a plan", field="plan")
 
 
 def damaged_plan(name: str, error: PlannerError) -> ConsoleError:
     """Makes the ConsoleError for a plan that is stored and can't be read."""
-    return ConsoleError(404, UNKNOWN_PLAN, f"plan: got {name!r}; {error}")
+    return ConsoleError(404, UNKNOWN_PLAN, f"got {name!r}; {error}", field="plan")
 
 
 def refused(code: str, detail: str) -> ConsoleError:
@@ -175,27 +181,31 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 100, 100
 _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 20
 
 
-def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Returns errors as one sentence: `pipelines: got 0, expected a value greater than or equal to 1; and 2 more`.
-    errors: as pydantic lists them."""
+BODY = "the body"
+"""The field of an error about a body as a whole."""
+
+
+def malformed(errors: Sequence[Mapping[str, Any]]) -> ConsoleError:
+    """Makes the ConsoleError (422) for errors that pydantic lists, in one sentence: `pipelines: got 0, expected a value
+    greater than or equal to 1; and 2 more`."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    where = printable(".".join(place)[:200]) or "the body"
+    where = printable(".".join(place)[:200]) or BODY
     shown = _SHORT.repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     kind, message = first["type"], str(first["msg"])
     if kind == "missing":
-        text = f"{where}: missing, expected a value"
+        text = "missing, expected a value"
     elif kind == "extra_forbidden":
-        text = f"{where}: got {shown}, expected no field of that name"
+        text = f"got {shown}, expected no field of that name"
     elif kind == "json_invalid":
-        text = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
+        where, text = BODY, f"got no JSON: {first.get('ctx', {}).get('error', message)}"
     elif not place and isinstance(first.get("input"), bytes):  # nobody read it as JSON; curl sends another type
-        text = "Content-Type: expected application/json"
+        where, text = "Content-Type", "expected application/json"
     else:
-        text = f"{where}: got {shown}, expected {_expected(message)}"
+        text = f"got {shown}, expected {_expected(message)}"
     more = len(errors) - 1
-    return text + (f"; and {more} more" if more else "")
+    return ConsoleError(422, "invalid", text + (f"; and {more} more" if more else ""), field=where)
 
 
 def _expected(message: str) -> str:
@@ -233,11 +243,11 @@ def bounded(body: bytes, *, containers: int = MOST_CONTAINERS, fields: int = MOS
         (colons, fields, "fields"),
     ):
         if count > most:  # characters inside of texts count too, but there are few
-            raise _wrong(f"the body: got {count:,} {what}, expected at most {most:,}")
+            raise _wrong(f"got {count:,} {what}, expected at most {most:,}")
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise _wrong(f"the body is not JSON: {error}") from None
+        raise _wrong(f"got no JSON: {error}") from None
     refuse_repeats(body)
     if colons > FEW_FIELDS:
         _check_objects(document)
@@ -250,9 +260,9 @@ def refuse_repeats(body: bytes) -> None:
     try:
         refuse_duplicates(body)
     except DuplicateKey as error:
-        raise _wrong(f"the body: {error}") from None
+        raise _wrong(str(error)) from None
     except RecursionError:
-        raise _wrong("the body: got lists or objects nested too deeply") from None
+        raise _wrong("got lists or objects nested too deeply") from None
     except ValueError:  # no JSON, or a number of thousands of digits
         return
 
@@ -260,19 +270,20 @@ def refuse_repeats(body: bytes) -> None:
 def _check_objects(document: Any) -> None:
     """Raises ConsoleError (422) for a document with an object of too many fields, or of many that are not named after
     workers, since pydantic would put each wrong one into words."""
-    left = [("the body", document)]
+    left = [(BODY, document)]
     while left:
         where, value = left.pop()
         if type(value) is dict:
             if len(value) > MOST_FIELDS_OF_ONE:
                 raise _wrong(
-                    f"{where}: got an object with {len(value):,} fields, expected at most {MOST_FIELDS_OF_ONE:,}"
+                    f"got an object with {len(value):,} fields, expected at most {MOST_FIELDS_OF_ONE:,}", where
                 )
             other = next((k for k in value if not _WORKER.fullmatch(k)), None) if len(value) > FEW_OF_ONE else None
             if other is not None:
                 raise _wrong(
-                    f"{where}: got {other[:80]!r} among {len(value):,} fields, expected workers such as W1_2, "
-                    f"or at most {FEW_OF_ONE} fields"
+                    f"got {other[:80]!r} among {len(value):,} fields, expected workers such as W1_2, "
+                    f"or at most {FEW_OF_ONE} fields",
+                    where,
                 )
             left += [(name[:80], inner) for name, inner in value.items() if type(inner) in (dict, list)]
         elif type(value) is list:
@@ -282,5 +293,5 @@ def _check_objects(document: Any) -> None:
 _WORKER = re.compile(r"W[0-9]{1,6}_[0-9]{1,6}")
 
 
-def _wrong(detail: str) -> ConsoleError:
-    return ConsoleError(422, "invalid", detail)
+def _wrong(said: str, field: str = BODY) -> ConsoleError:
+    return ConsoleError(422, "invalid", said, field=field)

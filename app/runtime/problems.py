@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from openrecycle.agent.messages.protocol import ProblemDetails
-from openrecycle.app.runtime.errors import ConsoleError, sentence, system_fails
+from openrecycle.app.runtime.errors import ConsoleError, malformed, system_fails
 
 log = structlog.get_logger()
 
@@ -25,13 +25,17 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _CODES = {400: "invalid", 401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 
 
-def problem(status: int, code: str, detail: str, headers: Mapping[str, str] | None = None) -> Response:
-    body = ProblemDetails(title=HTTPStatus(status).phrase, status=status, code=code, detail=detail)
+def problem(
+    status: int, code: str, detail: str, headers: Mapping[str, str] | None = None, *, field: str = ""
+) -> Response:
+    body = ProblemDetails(title=HTTPStatus(status).phrase, status=status, code=code, detail=detail, field=field)
     return Response(body.model_dump_json(), status, media_type=MEDIA_TYPE, headers=dict(headers or {}))
 
 
-def refusal(error: ConsoleError) -> Response:
-    return problem(error.status, error.code, error.detail, AGAIN if error.status in (429, 503) else None)
+def answered(error: ConsoleError, headers: Mapping[str, str] | None = None) -> Response:
+    """headers: in place of those that say when to try again, where that may help."""
+    again = headers or (AGAIN if error.status in (429, 503) else None)
+    return problem(error.status, error.code, error.detail, again, field=error.field)
 
 
 def install(app: FastAPI) -> None:
@@ -39,11 +43,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ConsoleError)
     async def _console(request: Request, error: ConsoleError) -> Response:
-        return refusal(error)
+        return answered(error)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return problem(422, "invalid", sentence(error.errors()))
+        return answered(malformed(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -52,7 +56,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(OSError)
     async def _system(request: Request, error: OSError) -> Response:
         log.error("the system failed the API", path=request.url.path, exc_info=error)
-        return refusal(system_fails(error))
+        return answered(system_fails(error))
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> Response:
@@ -63,11 +67,13 @@ def install(app: FastAPI) -> None:
 def http_problem(request: Request, error: HTTPException) -> Response:
     detail = str(error.detail)
     if error.status_code == 404:
-        detail = f"path: got {request.url.path!r}, expected one of the API's; see /api/v1/openapi.json"
-    elif error.status_code == 405:
+        said = f"got {request.url.path!r}, expected one of the API's; see /api/v1/openapi.json"
+        return answered(ConsoleError(404, _CODES[404], said, field="path"), error.headers)
+    if error.status_code == 405:
         allowed = _methods(request, error)
-        detail = f"method: got {request.method}, expected one that {request.url.path} takes: {allowed}"
-        return problem(405, _CODES[405], detail, {**(error.headers or {}), "Allow": allowed})
+        said = f"got {request.method}, expected one that {request.url.path} takes: {allowed}"
+        refused = ConsoleError(405, _CODES[405], said, field="method")
+        return answered(refused, {**(error.headers or {}), "Allow": allowed})
     return problem(error.status_code, _CODES.get(error.status_code, "refused"), detail, error.headers)
 
 

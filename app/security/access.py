@@ -467,14 +467,18 @@ class Tokens:
     ) -> tuple[Token, str]:
         """Makes a token. Returns it with its text, which is stored nowhere. Raises ConsoleError (422, 503)."""
         if role not in GRANTED:
-            raise ConsoleError(422, "invalid", f"role: got {role!r}, expected view, operate or agent")
+            raise ConsoleError(422, "invalid", f"got {role!r}, expected view, operate or agent", field="role")
         if job_id is not None and role != Role.AGENT:
-            raise ConsoleError(422, "invalid", f"job: got {job_id!r}, expected none with role {role}: only agents' may")
+            raise ConsoleError(
+                422, "invalid", f"got {job_id!r}, expected none with role {role}: only agents' may", field="job"
+            )
         if days is not None and not 0 < days <= MAX_DAYS:
-            raise ConsoleError(422, "invalid", f"days: got {days:g}, expected more than 0, at most {MAX_DAYS}")
+            raise ConsoleError(422, "invalid", f"got {days:g}, expected more than 0, at most {MAX_DAYS}", field="days")
         name = name.strip() or (f"agents of job {job_id}" if job_id else f"{role} token")
         if not _NAME.fullmatch(name):
-            raise ConsoleError(422, "invalid", f"name: got {name[:100]!r}, expected 1 to 80 printable characters")
+            raise ConsoleError(
+                422, "invalid", f"got {name[:100]!r}, expected 1 to 80 printable characters", field="name"
+            )
         token_id, secret, now = secrets.token_hex(6), secrets.token_urlsafe(32), self._clock()
         token = Token(
             id=token_id,
@@ -504,7 +508,7 @@ class Tokens:
             row = self._store.get(token_id)
             if row is None:
                 raise ConsoleError(
-                    404, "unknown_token", f"token: got {token_id!r}, expected the id of a token in the list"
+                    404, "unknown_token", f"got {token_id!r}, expected the id of a token in the list", field="token"
                 )
             if not self._store.revoke(token_id, self._clock()):
                 raise ConsoleError(409, "revoked", f"token {token_id} was revoked before")

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API, is_loopback
 from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
-from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.problems import answered, problem
 from openrecycle.app.security.access import (
     ACTOR,
     AGENTS,
@@ -362,7 +362,7 @@ class AccessGuard:
             caller = await self._caller(headers, address)
         except ConsoleError as error:
             again = {"Retry-After": "60" if error.status == 429 else "1"}
-            await refuse(scope, receive, send, problem(error.status, error.code, error.detail, again))
+            await refuse(scope, receive, send, answered(error, again))
             return
         if caller is None:
             rate, key = UNKNOWN, address

@@ -29,7 +29,12 @@ class InputError(PlannerError):
         self.field = field
         self.value = value
         self.expected = expected
-        super().__init__(f"{field}: got {shown(value)}, expected {expected}")
+        super().__init__(f"{field}: {self.said}")
+
+    @property
+    def said(self) -> str:
+        """The sentence without the field."""
+        return f"got {shown(self.value)}, expected {self.expected}"
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
         # A planning process sends the error to the process that reports it.
@@ -55,12 +60,17 @@ class InfeasibleError(PlannerError):
 _FLAGS = {"--fail": "failed"}
 
 
-def in_words(error: PlannerError) -> str:
-    """Returns the error's sentence with the field's name in documents and on pages, in place of the command line's."""
+def named_in_documents(error: PlannerError) -> PlannerError:
+    """Returns the error with the field's name in documents and on pages, in place of the command line's."""
     if not isinstance(error, InputError) or not error.field.startswith("--"):
-        return str(error)
+        return error
     name = _FLAGS.get(error.field, error.field.removeprefix("--").replace("-", "_"))
-    return str(InputError(name, error.value, error.expected))
+    return InputError(name, error.value, error.expected)
+
+
+def in_words(error: PlannerError) -> str:
+    """Returns the sentence of `named_in_documents`."""
+    return str(named_in_documents(error))
 
 
 def shown(value: object) -> str:

@@ -197,7 +197,7 @@ class Api:
             case.validate_response(answer, excluded_checks=excluded)
             if answer.status_code >= 400:
                 assert answer.headers["content-type"] == ["application/problem+json"], answer.headers
-                assert set(json.loads(answer.content)) == {"type", "title", "status", "code", "detail"}
+                assert set(json.loads(answer.content)) == {"type", "title", "status", "code", "detail", "field"}
 
         if negative and not (operation.body or operation.query):
             return 0  # all that can be wrong is the path, and then it is that of another operation

@@ -20,13 +20,20 @@ BYTES = {"memory": "bytes"}
 SPEC = {"name": "n", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 5}
 
 
+UNNAMED = {"weights and optimizer state take 9 bytes on stage 0, which has 8"}
+"""What is wrong between several of a request's fields."""
+
+
 def assert_problem(answer: requests.Response, status: int, code: str, detail: str) -> None:
     assert answer.status_code == status, answer.text
     assert answer.headers["Content-Type"] == "application/problem+json"
     body = answer.json()
-    assert set(body) == {"type", "title", "status", "code", "detail"}
+    assert set(body) == {"type", "title", "status", "code", "detail", "field"}
     assert (body["status"], body["code"]) == (status, code)
     assert detail in body["detail"]
+    # Of what a request says wrong, programs get the name as a field of its own.
+    assert body["field"] or status != 422 or detail in UNNAMED
+    assert body["detail"].startswith(f"{body['field']}: " if body["field"] else "")
     assert "Traceback" not in answer.text
 
 

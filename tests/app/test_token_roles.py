@@ -250,8 +250,9 @@ def test_a_page_without_the_guards_word_gets_no_name(tokens: Tokens) -> None:
     with console_refuses("unauthorized"):
         caller_of(access, {})
     viewer = Caller("console", "ada", Role.VIEW).to_header().decode()
-    with console_refuses("forbidden", "ada"):
+    with console_refuses("forbidden") as refused:
         access.operator(viewer)
+    assert refused.value.detail.startswith("ada ")
     assert Access().operator(None) == golden("operator-in-the-browser")
 
 
