@@ -26,7 +26,7 @@ from openrecycle.app.runtime.settings import RetentionLimits, Settings, default_
 from openrecycle.app.security.access import AuditLog, Tokens, read_oidc
 from openrecycle.db.access import AuditStore, TokenStore, audit_row
 from openrecycle.db.job_rows import OVER, JobRows
-from openrecycle.db.session import Database, DatabaseError, LeaderSession
+from openrecycle.db.session import Database, DatabaseError, InUse, LeaderSession
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.output import destination, is_stdout, writing
@@ -358,7 +358,7 @@ def _no_console(database: Database, job: str, state: str) -> Iterator[None]:
     if database.is_sqlite:
         try:
             database.lead()
-        except DatabaseError:
+        except InUse:
             fail(refusal)
         yield
         return

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -67,6 +68,12 @@ PATIENCE_SECONDS, _HELD_SECONDS = 5.0, 0.05
 _MIGRATING = threading.Lock()
 """Alembic keeps its state in global names of its module: two threads with a database each would break both."""
 
+_OPENING = threading.Lock()
+_OPEN = Counter[tuple[int, int] | None]()
+"""How many Databases of this process have each SQLite file open. The system's locks on a file belong to the process,
+and are gone as soon as it closes the file once: SQLite knows this of its own connections, but not of others. Without
+them, the next process that closes the database takes itself for the last one, and deletes the log."""
+
 HERE = Path(__file__).parent
 
 # An SQLite file begins with these bytes; an empty file becomes an SQLite file.
@@ -82,6 +89,10 @@ Record = dict[str, Any]
 
 class DatabaseError(Exception):
     """The database can't be used. `str(error)` is one sentence, without the password."""
+
+
+class InUse(DatabaseError):
+    """Another console has claimed the SQLite file."""
 
 
 class WriteFenced(SQLAlchemyError):
@@ -121,15 +132,18 @@ class Database:
         # SQLite has one writer at a time; to wait for this lock is fairer and quicker than SQLite's own polling.
         self._writer = threading.Lock()
         self.patience = PATIENCE_SECONDS
+        self._closed = False
         self._held = False  # has the last write waited in vain for another process?
         self._lead: IO[str] | None = None
         # Of a database that leads: a connection that stays open, so that SQLite keeps its log; and which file this is.
         self._keeper: Connection | None = None
         self._log: tuple[int, int] | None = None
         if self.is_sqlite:
-            self._path = _sqlite_path(self.url, make=make)
+            with _OPENING:
+                self._path = _sqlite_path(self.url, make=make)
+                self._file = _identity(self._path)
+                _OPEN[self._file] += 1
             self.url = self.url.set(database=str(self._path))  # people see in which folder it is
-            self._file = _identity(self._path)
             # mode=rw: SQLite must not create a new file in the place of one that is gone.
             there = self.url.set(database=f"file://{quote(str(self._path))}")
             there = there.update_query_dict({"mode": "rw", "uri": "true"})
@@ -150,18 +164,23 @@ class Database:
     def lead(self) -> None:
         """Claims an SQLite file for this process until `close`, so that no second console decides as well.
 
-        From then on `check_file` knows the file's log, too. Raises DatabaseError when another console has it, or it
-        can't be read. On PostgreSQL, consoles decide by LeaderSession who leads.
+        From then on `check_file` knows the file's log, too. Raises InUse when another console has it,
+        DatabaseError when it can't be read or locked. On PostgreSQL, consoles decide by LeaderSession who leads.
         """
         assert self.is_sqlite
-        handle = _claim(self._path).open("w")  # `close` closes it
+        claim = _claim(self._path)
+        handle: IO[str] | None = None
         try:
+            handle = claim.open("w")  # `close` closes it
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            handle.close()
-            raise DatabaseError(
-                f"database {self.shown_url} is in use by another console; stop that one, or name another database"
-            ) from None
+        except OSError as error:
+            if handle is not None:
+                handle.close()
+            if isinstance(error, BlockingIOError):
+                raise InUse(
+                    f"database {self.shown_url} is in use by another console; stop that one, or name another database"
+                ) from None
+            raise DatabaseError(f"{claim} can't be locked: {error.strerror or error}") from None
         self._lead = handle
         with explained(self.shown_url), self._alone():
             self._keeper = self.engine.connect()
@@ -271,6 +290,10 @@ class Database:
     def close(self) -> None:
         self._lead_no_more()
         self.engine.dispose()
+        if self.is_sqlite and not self._closed:
+            self._closed = True
+            with _OPENING:
+                _OPEN[self._file] -= 1
 
     def _lead_no_more(self) -> None:
         self._log = None
@@ -410,8 +433,9 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         special = path.exists() and not path.is_file() and not path.is_dir()  # a device, or a pipe, which never opens
+        begins = _SQLITE  # of a file that is open here already
         # Finds out the reason before SQLite says only "unable to open database file".
-        if not special:
+        if not special and ((there := _identity(path)) is None or not _OPEN[there]):
             with path.open("a+b") as file:
                 file.seek(0)
                 begins = file.read(len(_SQLITE))

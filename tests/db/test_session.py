@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,7 +13,7 @@ import pytest
 from sqlalchemy import URL, event, text
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.db.session import Database, DatabaseError, FileGone, LogGone, file_system
+from openrecycle.db.session import Database, DatabaseError, FileGone, InUse, LogGone, file_system
 from tests.databases import sqlite_in
 from tests.golden import golden
 
@@ -72,6 +76,34 @@ def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
     database.close()
     other = sqlite3.connect(file)
     assert other.execute("select count(*) from made").fetchone() == (0,)
+    other.close()
+
+
+def test_a_second_database_of_a_process_leaves_the_first_its_locks(tmp_path: Path) -> None:
+    """Else another program that closes the file takes itself for the last one, and deletes the log."""
+    database = sqlite_in(tmp_path)
+    database.lead()
+    Database(f"sqlite:///{tmp_path / 'console.db'}").close()
+    program = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('select * from sqlite_master'); c.close()"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "console.db")], check=True)
+    database.check_file()
+    database.close()
+
+
+def test_why_a_file_can_not_be_led_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database, other = sqlite_in(tmp_path), Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.lead()
+    with pytest.raises(InUse):
+        other.lead()
+    database.close()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", full)
+    with pytest.raises(DatabaseError) as refused:
+        other.lead()
+    assert not isinstance(refused.value, InUse)
     other.close()
 
 
