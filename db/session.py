@@ -15,6 +15,7 @@ been renewed is measured by the console that watches. So no two clocks are compa
 from __future__ import annotations
 
 import fcntl
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -93,6 +94,10 @@ class DatabaseError(Exception):
 
 class InUse(DatabaseError):
     """Another console has claimed the SQLite file."""
+
+
+class NotThere(DatabaseError):
+    """The PostgreSQL server can't be reached, or is starting or ending: a little later it may be there."""
 
 
 class WriteFenced(SQLAlchemyError):
@@ -349,6 +354,14 @@ def _has_our_columns(connection: Connection) -> bool:
     return found == {name: {(one.name, one.nullable) for one in table.columns} for name, table in ours}
 
 
+# Words of libpq and of the server: when a connection fails, psycopg gives no code.
+_NOT_THERE = re.compile(
+    "Connection (refused|reset|timed out)|No such file or directory|No route to host|timeout expired|"
+    "Temporary failure in name resolution|closed the connection|starting up|shutting down|recovery|"
+    "not yet accepting connections|too many clients|remaining connection slots"
+)
+
+
 @contextmanager
 def explained(shown_url: str) -> Iterator[None]:
     """Turns errors of the database into a DatabaseError."""
@@ -356,7 +369,8 @@ def explained(shown_url: str) -> Iterator[None]:
         yield
     except DBAPIError as error:
         first = str(error.orig).strip().splitlines()[0]
-        raise DatabaseError(f"database {shown_url} can't be used: {first}") from None
+        kind = NotThere if _NOT_THERE.search(first) else DatabaseError
+        raise kind(f"database {shown_url} can't be used: {first}") from None
     except SQLAlchemyError as error:
         raise DatabaseError(f"database {shown_url} can't be used: {error}") from None
 

@@ -35,7 +35,7 @@ from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.settings import Settings, default_database_url
 from openrecycle.app.security.access import Tokens
 from openrecycle.db.access import TokenStore
-from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession, Lease
+from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession, Lease, NotThere
 
 # -- keeps the lead, or waits for it ------------------------------------------------------------
 
@@ -46,11 +46,13 @@ log = structlog.get_logger()
 class LeaseTimes:
     """Times in seconds. renew: between two renewals of the lease. lease: time without renewal after which the lease has
     run out. poll: between two looks of a console that does not lead. A takeover takes at most about lease + 2 poll,
-    plus the reading of the jobs."""
+    plus the reading of the jobs. arrival: how long a console that starts waits for a database that is not there yet, as
+    where both are started at the same time."""
 
     renew: float = 1.0
     lease: float = 4.0
     poll: float = 0.5
+    arrival: float = 60.0
 
 
 class Action(Enum):
@@ -217,10 +219,23 @@ class Leadership:
         self._wake.set()
 
     def start(self) -> None:
-        """Takes a first look, then starts the thread. Raises DatabaseError if the database can't be opened."""
-        self._session = LeaderSession(self._database, self._me)
+        """Takes a first look, then starts the thread. Waits for a database that is not there yet. Raises DatabaseError
+        if it can't be opened."""
+        self._session = self._arrived()
         self._step()
         self._thread.start()
+
+    def _arrived(self) -> LeaderSession:
+        began = self._clock()
+        while True:
+            try:
+                return LeaderSession(self._database, self._me)
+            except NotThere as error:
+                left = self.times.arrival - (self._clock() - began)
+                if left <= 0 or self._stop.is_set():
+                    raise
+                self._seldom.warn("the database is not there yet; the console waits for it", reason=str(error))
+            self._stop.wait(min(self.times.poll, left))
 
     def give_up(self) -> None:
         """Leaves the lead to others for a while, because this console can't take the jobs up."""

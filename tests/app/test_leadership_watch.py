@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from ui_console import until
 
 from openrecycle.app.console.leadership import ConsoleHost, Leadership, LeaderStatus, LeaseTimes
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession
+from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession, NotThere
 from openrecycle.db.store import Store
 from tests.conftest import new_database
 from tests.golden import golden
@@ -228,8 +229,35 @@ def test_a_console_that_is_up_and_not_confirmed_says_for_how_long(stack: ExitSta
 
 
 def test_a_database_that_is_not_there_is_said_at_the_start(stack: ExitStack) -> None:
+    times = LeaseTimes(arrival=0.0)
     with pytest.raises(DatabaseError, match=golden("cant-be-used")):
-        watch(stack, "postgresql://nobody@127.0.0.1:1/none", "a").start()
+        watch(stack, "postgresql://nobody@127.0.0.1:1/none", "a", times).start()
+
+
+def test_a_console_waits_for_a_database_that_starts_and_ends_where_it_refuses(stack: ExitStack) -> None:
+    """A service of the system may start both at the same time. A wrong password gets no better by waiting."""
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    answers = [("57P03", "the database system is starting up"), ("57P03", "the database system is starting up")]
+    answers.append(("28P01", 'password authentication failed for user "nobody"'))
+    asked = []
+
+    def answer() -> None:
+        for code, said in answers:
+            connection, _ = server.accept()
+            with connection:
+                while len(connection.recv(4096)) == 8:  # asks for TLS or GSSAPI first
+                    connection.sendall(b"N")
+                fields = b"".join(
+                    f"{name}{text}\0".encode() for name, text in (("S", "FATAL"), ("C", code), ("M", said))
+                )
+                connection.sendall(b"E" + (len(fields) + 5).to_bytes(4, "big") + fields + b"\0")
+            asked.append(code)
+
+    threading.Thread(target=answer, daemon=True).start()
+    times = LeaseTimes(poll=0.01, arrival=LONG)
+    with pytest.raises(DatabaseError) as refused:
+        watch(stack, f"postgresql://nobody@127.0.0.1:{server.getsockname()[1]}/none", "a", times).start()
+    assert not isinstance(refused.value, NotThere) and asked[:2] == ["57P03", "57P03"]
 
 
 def end_sessions(url: str) -> None:

@@ -89,7 +89,7 @@ def test_a_port_that_is_taken() -> None:
         (("--port", "70000"), "--port: got 70000"),
         at_length(("--host", "nowhere.invalid"), "--host"),
         at_length(("--port", "0", "--database-url", "mysql://a:secret@b/c"), "got a mysql database"),
-        (("--port", "0", "--database-url", "postgresql://a:secret@127.0.0.1:1/c"), golden("cant-be-used")),
+        (("--port", "0", "--database-url", "postgresql://a:secret@127.0.0.1:1/c?none=1"), golden("cant-be-used")),
     ],
 )
 def test_settings_that_make_no_console(options: tuple[str, ...], part: str) -> None:

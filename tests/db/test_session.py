@@ -84,7 +84,9 @@ def test_a_second_database_of_a_process_leaves_the_first_its_locks(tmp_path: Pat
     database = sqlite_in(tmp_path)
     database.lead()
     Database(f"sqlite:///{tmp_path / 'console.db'}").close()
-    program = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('select * from sqlite_master'); c.close()"
+    program = (
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('select * from sqlite_master'); c.close()"
+    )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "console.db")], check=True)
     database.check_file()
     database.close()
