@@ -18,8 +18,10 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +110,11 @@ def _most(work: Callable[[], int]) -> tuple[int, int]:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    found = work()
-    done.set()
-    watching.join()
+    try:
+        found = work()
+    finally:  # or the process would wait for this thread and never end
+        done.set()
+        watching.join()
     return found, most[0] - before
 
 
@@ -255,26 +259,39 @@ def _measured(mode: Mode | None, clips: bool, layers: int, peers: int, rows: int
         context.Process(target=train, args=(mode, clips, layers, theirs, place, peers, ("127.0.0.1", store.port), rows))
         for place, (_, theirs) in enumerate(pipes)
     ]
-    for process in processes:
-        process.start()
-    found: tuple[int, int] = max(ours.recv() for ours, _ in pipes)
-    for process in processes:
-        process.join()
-    return found
+    with _running(processes, [theirs for _, theirs in pipes]):
+        found: tuple[int, int] = max(ours.recv() for ours, _ in pipes)
+        return found
+
+
+@contextmanager
+def _running(processes: Sequence[BaseProcess], theirs: Sequence[Connection]) -> Iterator[None]:
+    """Starts processes, and ends those that are left, as where one of several fails and its peers wait for it. theirs:
+    their ends of pipes, closed here so that who reads the other end sees it when a process is gone."""
+    try:
+        for process in processes:
+            process.start()
+        for end in theirs:
+            end.close()
+        yield
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def _resumed(layers: int) -> tuple[int, int]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        for process in (
-            context.Process(target=write, args=(layers, folder)),
-            context.Process(target=resume, args=(layers, folder, theirs)),
-        ):
-            process.start()
-            process.join()
-    found: tuple[int, int] = ours.recv()
-    return found
+        with _running([context.Process(target=write, args=(layers, folder))], []):
+            pass
+        with _running([context.Process(target=resume, args=(layers, folder, theirs))], [theirs]):
+            found: tuple[int, int] = ours.recv()
+            return found
 
 
 def main() -> None:
