@@ -73,6 +73,9 @@ def examples(most: int, **others: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # pytest 9.1 gives a folder's fixtures to those of its files alone that it collects before files of another folder.
+    folders = [Path(argument.partition("::")[0]).parent for argument in config.args]
+    config.args.sort(key=lambda argument: folders.index(Path(argument.partition("::")[0]).parent))
     if config.getoption("--fast") and settings.get_current_profile_name() == "tests":
         settings.load_profile("fast")
 
