@@ -63,6 +63,7 @@ import ctypes
 import math
 import os
 import re
+import select
 import socket
 import stat
 import struct
@@ -584,7 +585,11 @@ class GlooGroup(GivenGlooGroup):
         own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
         with devices.lent() as self._device:
             others = set(self._device.connections())
-            group = compat.gloo_group(own, rank, len(members), timeout=form, device=self._device.made)
+            try:
+                group = compat.gloo_group(own, rank, len(members), timeout=form, device=self._device.made)
+            except RuntimeError:
+                self._device.take_no_more(others)
+                raise
             super().__init__(group, rank, members, timeouts)
             own_connections = self._device.new_connections(others, len(members) - 1)
         self._connections = own_connections
@@ -643,6 +648,19 @@ class GlooDevice:
             return []
         return [target for target in _polled(self._listener.poll) if target not in self._listener.others]
 
+    def take_no_more(self, before: Collection[_Descriptor]) -> None:
+        """Called when a group could not be made. before: the device's earlier connections, which work on. gloo has
+        freed what waited for peers, but would still tell it of a peer that connects late, or of a connection that was
+        only begun, and the process would crash. So gloo's thread hears of neither any more."""
+        if self._listener is None:
+            return
+        with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(self._listener.poll)) as poll:
+            poll.modify(self._listener.accepts, 0)  # gloo itself removes it, so it must be there until then
+            for target in self.connections():
+                if target not in before:
+                    with contextlib.suppress(OSError):  # it has just been closed
+                        poll.unregister(target.number)
+
     def new_connections(self, before: Collection[_Descriptor], count: int) -> list[_Descriptor]:
         """Returns those of a group that has just been made, of at most `count`. before: the device's earlier ones."""
         found = [target for target in self.connections() if target not in before]
@@ -673,14 +691,15 @@ class Devices:
     @contextlib.contextmanager
     def lent(self) -> Iterator[GlooDevice]:
         """Lends a device to one caller at a time, who makes a group: new connections are the group's. If it can't be
-        made, others don't get the device: a peer may still connect to it for that group, and gloo would keep such a
-        connection as long as the device."""
+        made, others don't get the device, which takes no more connections. Where connections can't be found, each group
+        has its own device, since that can't be had there."""
         with self._lock:
             device, self._free = self._free, None
         device = device or GlooDevice(self.address)
         yield device
-        with self._lock:
-            self._free = device
+        if device.told:
+            with self._lock:
+                self._free = device
 
     def retire(self) -> None:
         """Has the next group be made with a new device, as this worker makes no more groups of those that its peers
@@ -698,10 +717,11 @@ class _Descriptor(NamedTuple):
 
 
 class _Listener(NamedTuple):
-    """What is known of a gloo device. poll: the descriptor with which its thread polls. others: what it polls beside
-    connections."""
+    """What is known of a gloo device. poll: the descriptor with which its thread polls. accepts: that to which peers
+    connect. others: what it polls beside connections, this one too."""
 
     poll: int
+    accepts: int
     others: frozenset[_Descriptor]
 
 
@@ -721,7 +741,8 @@ def _device_at(address: str) -> tuple[Any, _Listener | None]:
     # that is rare.
     for poll in sorted(filter(after.__getitem__, after), key=before.__contains__):
         if found.intersection(targets := _polled(poll.number)):
-            return device, _Listener(poll.number, frozenset(targets)) if len(found) == 1 else None
+            (accepts, _), *more = found
+            return device, None if more else _Listener(poll.number, accepts, frozenset(targets))
     return device, None
 
 

@@ -304,6 +304,68 @@ def test_groups_that_connect_at_once_or_after_one_that_could_not_have_other_devi
         assert other is not fresh
 
 
+class _Held(torch.distributed.Store):
+    """A rank's view of a store, in which it finds what others set once it is `let`. told: it has set something."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self._shared, self.told, self.let = shared, threading.Event(), threading.Event()
+
+    def set(self, key: str, value: Any) -> None:
+        self._shared.set(key, value)
+        self.told.set()
+
+    def get(self, key: str) -> Any:
+        self.let.wait()
+        return self._shared.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60.0)) -> None:
+        self.let.wait()
+        self._shared.wait(keys, timeout)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def _connects_late() -> None:
+    members, shared, devices = GRID[:2], torch.distributed.HashStore(), [Devices(LOOPBACK) for _ in range(2)]
+    hasty = Timeouts(form=2.0)
+
+    def make(name: str, rank: int, view: Any, timeouts: Timeouts) -> GlooGroup | None:
+        with contextlib.suppress(RuntimeError):
+            return GlooGroup(view, name, rank, members, timeouts, devices[rank])
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        used = list(pool.map(lambda rank: make("used", rank, shared, PATIENT), range(2)))
+        found = []
+        # One of the two is connected to, and waits for that in vain; the other one connects.
+        for punctual in (0, 1):
+            held = _Held(shared)
+            late = pool.submit(make, f"late for {punctual}", 1 - punctual, held, PATIENT)
+            held.told.wait()
+            found.append(make(f"late for {punctual}", punctual, shared, hasty))
+            sockets = _connections()
+            held.let.set()
+            assert late.result() is not None
+            if found[-1] is None:
+                assert _connections() == sockets + 1  # that of the one who is late
+    assert None in found
+    one, other = used
+    assert one is not None and other is not None
+    coming = one.receive(1, torch.zeros(1), 5)
+    other.send(0, torch.ones(1), 5).wait()
+    assert int(coming.wait()) == 1
+
+
+def test_a_peer_that_comes_when_its_group_was_given_up_reaches_nobody() -> None:
+    """It connects where groups in use are heard, and what waited for it is no more: that ended the process."""
+    process = multiprocessing.get_context("forkserver").Process(target=_connects_late)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 def test_groups_that_are_heard_at_one_device_end_one_by_one(store: RendezvousStore) -> None:
     job, members = Job(store), GRID[:3]
     devices = {w: Devices(LOOPBACK) for w in members}
