@@ -35,7 +35,7 @@ from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import is_remark, sentence_of
 from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable, Delivery, Line, Record
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
-from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_token, role_of
+from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_token, is_single, role_of
 from openrecycle.planner.jobs.errors import InputError, PlannerError, shown
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import printable
@@ -205,9 +205,10 @@ def train(
     with sentences():
         token = read_token(token_file)
         role = role_of(os.environ, nodes, node_rank, lead)
-        if role is None and node_address is not None:
+        single = is_single(os.environ, nodes)
+        if single and node_address is not None:
             raise InputError("--node-address", node_address, "--nodes beside it")
-        if role is None and token_file is not None and given.get("console.url") is None:
+        if single and token_file is not None and given.get("console.url") is None:
             raise InputError("--token-file", str(token_file), "--console or --nodes beside it")
         if role is not None:
             check_token(role, token)

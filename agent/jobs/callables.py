@@ -22,6 +22,7 @@ from openrecycle.agent.models.data import (
     Read,
     ReadAhead,
     StreamBatches,
+    are_names,
     cuts_from,
     first_length,
     kind_name,
@@ -102,7 +103,7 @@ class Model:
         elif self.layers is not None and count is not None and as_whole(count) != len(parts):
             raise InputError("model.layer_count", count, f"the number of layers given, {len(parts)}")
         _check_loss(self.loss)
-        if not isinstance(self.tied, list | tuple) or not all(isinstance(group, list | tuple) for group in self.tied):
+        if not isinstance(self.tied, list | tuple) or not all(map(are_names, self.tied)):
             expected = 'groups of LAYER.NAME, such as [["0.embedding.weight", "11.head.weight"]]'
             raise InputError("model.tied", self.tied, expected)
         if alone := [group for group in self.tied if len(set(group)) < 2]:

@@ -663,7 +663,7 @@ def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParam
             ]
         )
         del module, mine, alive
-    if shared:
+    if shared and layers > 1:  # with one stage, nothing is behind the first
         raise InputError("data.shared", list(shared), f"names of arguments of a {kind} behind the first")
     for group in tied:
         for name in group:

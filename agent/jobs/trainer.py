@@ -229,13 +229,6 @@ class ResilientTrainer:
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options.anchored(), job=options.planning.job(job, profile))
         options.check(to_the_end=False)  # wrong options are refused now, not when training begins
-        if model.parallelize is not None and options.platform.ranks_per_worker == 1:
-            expected = "nothing, or Platform(ranks_per_worker=...) too: there is nothing to split over one rank"
-            raise InputError(
-                "model.parallelize", getattr(model.parallelize, "__qualname__", model.parallelize), expected
-            )
-        if options.console.token is not None and options.console.url is None:
-            raise InputError("console.token", "a token", "nothing, or `console.url` too")
         if options.record is not None:
             check_writable(Path(options.record))
         cut = data.cut(job, seed)

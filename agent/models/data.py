@@ -90,7 +90,7 @@ def _check_samples(field: str, samples: Any) -> None:
         raise InputError(field, kind_name(samples), "a data set, a DataLoader of one, or a function")
 
 
-def _are_names(given: Any) -> bool:
+def are_names(given: Any) -> bool:
     return isinstance(given, list | tuple) and all(isinstance(name, str) for name in given)
 
 
@@ -145,17 +145,15 @@ class Data:
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "collate"):
                 raise InputError(f"data.{name}", value, what)
-        if not isinstance(self.targets, str) and not _are_names(self.targets):
+        if not isinstance(self.targets, str) and not are_names(self.targets):
             raise InputError("data.targets", self.targets, "the name of an entry, or a list of names")
-        if not _are_names(self.shared):
+        if not are_names(self.shared):
             raise InputError("data.shared", self.shared, 'a list of names, such as ["attention_mask"]')
         if function or loader:
             self._check_alone(function)
         elif self.batch_size is not None or self.sampler is None:
             expected = "an int of at least 1, the samples in a micro-batch"
             object.__setattr__(self, "batch_size", check_whole("data.batch_size", self.batch_size, 1, expected))
-        if self.sampler is not None and not self.shuffle:
-            raise InputError("data.shuffle", self.shuffle, "nothing beside a sampler, which says the order")
 
     def _check_alone(self, function: bool) -> None:
         """Raises InputError for what a function or a DataLoader would leave unused."""
@@ -206,8 +204,7 @@ class Data:
             expected = f"one that shuffles, or does not{or_alone}"
             raise InputError(field, f"a DataLoader with a {type(sampler).__name__}", expected)
         say_workers_unused(loader)
-        how: dict[str, Any] = {"batch_size": loader.batch_size, "collate": loader.collate_fn}
-        how["shuffle"] = shuffled or self.sampler is not None  # which has the order, whatever the loader's is
+        how: dict[str, Any] = {"batch_size": loader.batch_size, "collate": loader.collate_fn, "shuffle": shuffled}
         return replace(self, samples=loader.dataset, **how)
 
     def cut(self, job: Job, seed: int) -> Data:
@@ -1008,8 +1005,6 @@ def stream_of(given: Data, job: Job, seed: int) -> StreamBatches | None:
         return None
     if given.sampler is not None:
         raise InputError("data.sampler", given.sampler, "nothing where the data are a stream, which has its own order")
-    if not given.shuffle:
-        raise InputError("data.shuffle", given.shuffle, "nothing where the data are a stream, which has its own order")
     if inspect.isgenerator(data):
         raise InputError("data", "a generator", "an IterableDataset: a generator can be iterated only once")
     stream = StreamBatches(source, job.pipelines, job.micro_batches, seed, kept=2 if given.prefetch else 1)

@@ -63,6 +63,11 @@ def role_of(env: Mapping[str, str], nodes: int | None, rank: int | None, lead: s
     return _torchrun(env) or _slurm(env, lead)
 
 
+def is_single(env: Mapping[str, str], nodes: int | None) -> bool:
+    """Is this a command for one machine? One for several nodes may also run on one: what they need does no harm."""
+    return nodes is None and "TORCHELASTIC_RUN_ID" not in env and "SLURM_STEP_ID" not in env
+
+
 def check_alone(env: Mapping[str, str]) -> None:
     """Raises InputError if torchrun or srun has started several processes of a script that starts its workers itself:
     each would train a job of its own."""

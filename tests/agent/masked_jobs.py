@@ -71,6 +71,18 @@ class Head(nn.Module):
         return y
 
 
+class Whole(nn.Module):
+    """All in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = Embedding(), Head()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        y: Tensor = self.head(self.embedding(input_ids), attention_mask)
+        return y
+
+
 def build_layer(layer: int, layers: int) -> nn.Module:
     return Embedding() if layer == 0 else Head() if layer == layers - 1 else Block()
 

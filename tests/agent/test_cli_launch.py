@@ -87,6 +87,24 @@ def test_a_dry_run_says_what_it_takes_and_trains_nothing(tmp_path: Path) -> None
     assert done.stdout == "" and not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--nodes", "1", "--node-address", "127.0.0.1"], {}),
+        ([], {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "1"}),
+        ([], {"TORCHELASTIC_RUN_ID": "0", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
+    ],
+)
+def test_a_command_for_several_nodes_runs_on_one(
+    arguments: list[str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    job = ["--pipelines", "1", "--stages", "2", "--micro-batches", "2", "--iterations", "1", "--dry-run"]
+    done = CliRunner(env=environment).invoke(app, ["train", *job, "--token-file", str(token), *arguments])
+    assert done.exit_code == 0, done.output
+
+
 @pytest.mark.processes
 def test_as_a_user_sees_it() -> None:
     done = subprocess.run(

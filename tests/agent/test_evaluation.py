@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openrecycle import Callback, Checkpoints, Data, Evaluation, Faults, InputError, Optimization, Planning
+from openrecycle import Callback, Checkpoints, Data, Evaluation, Faults, InputError, Job, Optimization, Planning
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.jobs.callables import CallableWorkload, EvaluationBatches, Model
 from openrecycle.agent.jobs.results import TrainingResult
@@ -275,6 +275,11 @@ def test_what_is_wrong_is_said_before_anything_starts(changes: dict[str, Any], f
     with pytest.raises(InputError) as error:
         masked_jobs.trainer(**changes)
     assert error.value.field == field
+
+
+def test_the_same_data_may_go_to_a_model_in_one_part() -> None:
+    """No other part is there that could share them."""
+    masked_jobs.trainer(layers=[masked_jobs.Whole()], layer_count=None, job=Job.uniform(2, 1, 3))
 
 
 @pytest.mark.parametrize(

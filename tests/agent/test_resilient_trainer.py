@@ -157,6 +157,7 @@ def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], word
         (partial(LISTED, tied=None), "model.tied", None),
         (partial(LISTED, tied="0.weight"), "model.tied", "0.weight"),
         (partial(LISTED, tied=["0.weight"]), "model.tied", ["0.weight"]),
+        (partial(LISTED, tied=[[["0.weight"], ["1.weight"]]]), "model.tied", [[["0.weight"], ["1.weight"]]]),
         (partial(LISTED, tied=[["0.weight"]]), "model.tied", ["0.weight"]),
         (partial(LISTED, parallelize=2), "model.parallelize", 2),
         (partial(LISTED, stage_io=3), "model.stage_io", 3),
@@ -168,7 +169,6 @@ def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], word
         (partial(Data, Data(own_jobs.data)), "data", "Data"),
         (partial(SQUARES, collate=None), "data.collate", None),
         (partial(SQUARES, sampler=5), "data.sampler", 5),
-        (partial(SQUARES, sampler=max, shuffle=False), "data.shuffle", False),
         (partial(SQUARES, weight="tokens"), "data.weight", "tokens"),
         (partial(SQUARES, targets=None), "data.targets", None),
         (partial(SQUARES, shared="mask"), "data.shared", "mask"),
@@ -209,9 +209,6 @@ def batches_of(size: int, **options: Any) -> Evaluation:
         ({"data": SQUARES(sampler=MicroBatchSampler(64, 4, Job.uniform(1, 2, 3)))}, "data.sampler", ANY),
         ({"data": SQUARES(targets="squares")}, "data.targets", "squares"),
         ({"data": Data(own_jobs.data, targets=["squares"])}, "data.targets", ["squares"]),
-        ({"data": Data(streamed_jobs.Plain(), batch_size=4, shuffle=False)}, "data.shuffle", False),
-        ({"parallelize": own_jobs.build_stage}, "model.parallelize", "build_stage"),
-        ({"console": Console(token="secret")}, "console.token", "a token"),
         ({"planning": Planning(relayout="always")}, "planning.relayout", "always"),
         ({"data": SQUARES(), "evaluate": batches_of(8)}, "evaluate.data", ANY),
         ({"data": DataLoader(own_jobs.Squares(64), batch_size=4), "evaluate": batches_of(8)}, "evaluate.data", ANY),
@@ -225,6 +222,21 @@ def test_what_is_wrong_between_parts_is_said_by_the_name_that_was_written(
 ) -> None:
     with refuses(field, value):
         own_jobs.trainer(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": Data(own_jobs.Squares(64), sampler=own_jobs.first_two, shuffle=False)},
+        {"data": Data(streamed_jobs.Plain(), batch_size=4, shuffle=False)},
+        {"parallelize": own_jobs.build_stage},
+        {"console": Console(token="secret")},
+    ],
+)
+def test_what_is_true_or_of_use_elsewhere_is_taken(changes: dict[str, Any]) -> None:
+    """A sampler and a stream have an order of their own. `openrecycle train` may split the layers of the same script,
+    and the environment of several nodes has a token."""
+    own_jobs.trainer(**changes)
 
 
 def test_the_command_line_names_an_argument_in_the_users_file() -> None:
