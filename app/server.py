@@ -56,7 +56,7 @@ from openrecycle.app.observing.metrics import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
 from openrecycle.app.runtime.patches import GarbageCollection, PageBase, StaticFiles, tune_process
-from openrecycle.app.runtime.problems import MEDIA_TYPE, problem
+from openrecycle.app.runtime.problems import MEDIA_TYPE
 from openrecycle.app.runtime.processes import configure_logging
 from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
 from openrecycle.app.runtime.settings import Settings
@@ -688,8 +688,8 @@ def _allowed_hosts(settings: Settings) -> tuple[str, ...]:
 
 
 async def _no_pages(request: Request) -> Response:
-    detail = f"path: got {request.url.path!r}; this console serves its API only, below {API}"
-    return problem(404, "not_found", detail)
+    said = f"got {request.url.path!r}; this console serves its API only, below {API}"
+    return problems.answered(ConsoleError(404, "not_found", said, field="path"))
 
 
 @asynccontextmanager

@@ -87,8 +87,8 @@ class Operators:
             raise ConsoleError(409, "not_running", f"{worker} is {state}, expected one that runs", field="worker")
         now = job.processes.get(member.incarnation)
         if pid and now is not None and now.pid != pid:
-            text = f"worker: {worker} is held by process {now.pid} by now, not by {pid}; look at it anew"
-            raise ConsoleError(409, "not_running", text)
+            text = f"{worker} is held by process {now.pid} by now, not by {pid}; look at it anew"
+            raise ConsoleError(409, "not_running", text, field="worker")
         self._command(job, "kill", worker, actor)
 
     def restart(self, job_id: str, worker: str, actor: str) -> None:
@@ -111,8 +111,8 @@ class Operators:
                 409, "not_failed", f"{worker} is {member.state}, expected one that has failed", field="worker"
             )
         if member.goes:  # its launcher has no free place for another process yet, and would start none
-            text = f"worker: {worker} is about to leave, as it was asked to; it can be started again once it has left"
-            raise ConsoleError(409, "not_failed", text)
+            text = f"{worker} is about to leave, as it was asked to; it can be started again once it has left"
+            raise ConsoleError(409, "not_failed", text, field="worker")
         return job
 
     def consider(self, job: LiveJob) -> None:

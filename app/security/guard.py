@@ -23,7 +23,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API, is_loopback
-from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
+from openrecycle.app.runtime.errors import BODY, MOST_LARGE, PLAN_MIB, ConsoleError
 from openrecycle.app.runtime.problems import answered, problem
 from openrecycle.app.security.access import (
     ACTOR,
@@ -75,12 +75,12 @@ class HostGuard:
         headers = Headers(scope=scope)
         host, given = headers.get("host", ""), headers.getlist("host")
         if len(given) > 1 or (host and not _HOST.fullmatch(host)):
-            detail = f"Host: got {', '.join(given)!r:.200}, expected one name or address, with or without a port"
-            await refuse(scope, receive, send, problem(400, "invalid", detail))
+            said = f"got {', '.join(given)!r:.200}, expected one name or address, with or without a port"
+            await refuse(scope, receive, send, answered(ConsoleError(400, "invalid", said, field="Host")))
             return
         if self.allowed and hostname(host) not in self.allowed:
-            detail = f"Host: got {host!r}, expected one of {', '.join(sorted(self.allowed))}"
-            await refuse(scope, receive, send, problem(421, "wrong_host", detail))
+            said = f"got {host!r}, expected one of {', '.join(sorted(self.allowed))}"
+            await refuse(scope, receive, send, answered(ConsoleError(421, "wrong_host", said, field="Host")))
             return
         origin = headers.get("origin")
         changes = scope["type"] == "websocket" or scope["method"] in UNSAFE
@@ -89,12 +89,12 @@ class HostGuard:
             try:
                 foreign = urlsplit(origin).netloc != host
             except ValueError:
-                detail = f"Origin: got {origin!r:.200}, expected the address of a page"
-                await refuse(scope, receive, send, problem(400, "invalid", detail))
+                said = f"got {origin!r:.200}, expected the address of a page"
+                await refuse(scope, receive, send, answered(ConsoleError(400, "invalid", said, field="Origin")))
                 return
         if changes and (foreign or headers.get("sec-fetch-site") == "cross-site"):
-            detail = f"Origin: got {origin!r}, expected a page of this console"
-            await refuse(scope, receive, send, problem(403, "wrong_origin", detail))
+            said = f"got {origin!r}, expected a page of this console"
+            await refuse(scope, receive, send, answered(ConsoleError(403, "wrong_origin", said, field="Origin")))
             return
         encrypted = scope["scheme"] in ("https", "wss")
 
@@ -213,9 +213,11 @@ class BodyLimit:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await _read(scope, receive, limit)
         except TimeoutError:
-            response = problem(408, "too_slow", f"the body: not all of it came within {BODY_SECONDS:g} s")
+            said = f"not all of it came within {BODY_SECONDS:g} s"
+            response = answered(ConsoleError(408, "too_slow", said, field=BODY))
         except _TooLarge:
-            response = problem(413, "too_large", f"the body: got more than {limit:,} bytes, expected at most that")
+            said = f"got more than {limit:,} bytes, expected at most that"
+            response = answered(ConsoleError(413, "too_large", said, field=BODY))
         else:
             if body is not None:
                 await self.app(scope, replayed(body, receive), send)
@@ -423,12 +425,9 @@ class AccessGuard:
         given = {"": "none", "bearer": "a token that is unknown here, or has ended"}.get(
             scheme.lower(), "another scheme"
         )
-        return problem(
-            401,
-            "unauthorized",
-            f"Authorization: got {given}, expected `Bearer` and a token of this console",
-            {"WWW-Authenticate": 'Bearer realm="OpenReCycle"'},
-        )
+        said = f"got {given}, expected `Bearer` and a token of this console"
+        refused = ConsoleError(401, "unauthorized", said, field="Authorization")
+        return answered(refused, {"WWW-Authenticate": 'Bearer realm="OpenReCycle"'})
 
     async def _login(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await self._answer_login(Request(scope, receive))
@@ -443,9 +442,8 @@ class AccessGuard:
                 return login_page(back, words, 403, providers, of_account=True)
             return login_page(back, "", 200, providers)
         if request.method != "POST":
-            return problem(
-                405, "method_not_allowed", f"method: got {request.method}, expected GET or POST", {"Allow": "GET, POST"}
-            )
+            said = f"got {request.method}, expected GET or POST"
+            return answered(ConsoleError(405, "method_not_allowed", said, field="method"), {"Allow": "GET, POST"})
         form = parse_qs((await request.body()).decode("utf-8", "replace"))
         given = form.get("token", [""])[0].strip()
         try:
@@ -473,7 +471,8 @@ class AccessGuard:
         assert self.access.oidc is not None and self.access.login is not None
         provider = request.query_params.get("provider", "")
         if provider not in self.access.oidc.providers:
-            return problem(404, "unknown_provider", f"provider: got {provider!r}, expected one of the sign-in page's")
+            said = f"got {provider!r}, expected one of the sign-in page's"
+            return answered(ConsoleError(404, "unknown_provider", said, field="provider"))
         return RedirectResponse(self.access.login.start(provider), 303)
 
     def _sign_out(self) -> Response:

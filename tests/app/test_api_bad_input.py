@@ -32,7 +32,7 @@ def assert_problem(answer: requests.Response, status: int, code: str, detail: st
     assert (body["status"], body["code"]) == (status, code)
     assert detail in body["detail"]
     # Of what a request says wrong, programs get the name as a field of its own.
-    assert body["field"] or status != 422 or detail in UNNAMED
+    assert body["field"] or status not in (413, 422) or detail in UNNAMED
     assert body["detail"].startswith(f"{body['field']}: " if body["field"] else "")
     assert "Traceback" not in answer.text
 

@@ -46,7 +46,7 @@ def test_names_of_loopback_are_taken(host: str) -> None:
 def test_any_other_name_is_refused(host: str) -> None:
     app = HostGuard(INNER, ("localhost", "127.0.0.1", "[::1]"))
     refused = client(app).get("/", headers={"Host": host})
-    assert (refused.status_code, refused.json()["code"]) == (421, "wrong_host")
+    assert (refused.status_code, *map(refused.json().get, ("code", "field"))) == (421, "wrong_host", "Host")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_any_other_name_is_refused(host: str) -> None:
 def test_a_foreign_page_can_change_nothing(sent: dict[str, str]) -> None:
     app = client(HostGuard(INNER))
     refused = app.post("/api/v1/jobs/1/workers/W0_0/kill", headers=sent)
-    assert (refused.status_code, refused.json()["code"]) == (403, "wrong_origin")
+    assert (refused.status_code, *map(refused.json().get, ("code", "field"))) == (403, "wrong_origin", "Origin")
     assert app.get("/", headers=sent).status_code == 200
     assert app.post("/", headers={"Origin": "http://localhost:8501"}).status_code == 200
     assert app.post("/").status_code == 200
@@ -123,7 +123,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 def test_without_the_token_nothing_goes(authorization: str) -> None:
     sent = {"Authorization": authorization.encode("latin-1")} if authorization else {}
     refused = guarded().get("/api/v1/jobs", headers=sent)
-    assert (refused.status_code, refused.json()["code"]) == (401, "unauthorized")
+    assert (refused.status_code, *map(refused.json().get, ("code", "field"))) == (401, "unauthorized", "Authorization")
     assert refused.headers["WWW-Authenticate"].startswith("Bearer")
     assert TOKEN not in refused.text
     said = golden("a-token-that-is-unknown-here") in refused.text
