@@ -354,9 +354,9 @@ def _has_our_columns(connection: Connection) -> bool:
     return found == {name: {(one.name, one.nullable) for one in table.columns} for name, table in ours}
 
 
-# Words of libpq and of the server: when a connection fails, psycopg gives no code.
+# Words of libpq and of the server, names in quotes left out: when a connection fails, psycopg gives no code.
 _NOT_THERE = re.compile(
-    "Connection (refused|reset|timed out)|No such file or directory|No route to host|timeout expired|"
+    "Connection (refused|reset|timed out)|socket *failed: No such file or directory|No route to host|timeout expired|"
     "Temporary failure in name resolution|closed the connection|starting up|shutting down|recovery|"
     "not yet accepting connections|too many clients|remaining connection slots"
 )
@@ -369,7 +369,7 @@ def explained(shown_url: str) -> Iterator[None]:
         yield
     except DBAPIError as error:
         first = str(error.orig).strip().splitlines()[0]
-        kind = NotThere if _NOT_THERE.search(first) else DatabaseError
+        kind = NotThere if _NOT_THERE.search(re.sub('"[^"]*"', "", first)) else DatabaseError
         raise kind(f"database {shown_url} can't be used: {first}") from None
     except SQLAlchemyError as error:
         raise DatabaseError(f"database {shown_url} can't be used: {error}") from None

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import URL, event, text
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.db.session import Database, DatabaseError, FileGone, InUse, LogGone, file_system
+from openrecycle.db.session import Database, DatabaseError, FileGone, InUse, LogGone, NotThere, explained, file_system
 from tests.databases import sqlite_in
 from tests.golden import golden
 
@@ -107,6 +107,22 @@ def test_why_a_file_can_not_be_led_is_told_apart(tmp_path: Path, monkeypatch: py
         other.lead()
     assert not isinstance(refused.value, InUse)
     other.close()
+
+
+# What libpq and a server say, and whether it may be better a little later.
+SAID = {
+    "FATAL:  the database system is in recovery mode": True,
+    'server on socket "/run/.s.PGSQL.5432" failed: No such file or directory': True,
+    'FATAL:  database "recovery" does not exist': False,
+    'could not open certificate file "/etc/ca.pem": No such file or directory': False,
+}
+
+
+@pytest.mark.parametrize(("said", "later"), SAID.items())
+def test_a_server_that_is_not_there_yet_is_told_from_a_mistake(said: str, later: bool) -> None:
+    with pytest.raises(DatabaseError) as refused, explained("the address"):
+        raise OperationalError("", {}, Exception(f"connection failed: {said}"))
+    assert isinstance(refused.value, NotThere) is later
 
 
 def test_sqlite_keeps_a_write_ahead_log_and_foreign_keys(tmp_path: Path) -> None:
