@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from openrecycle.agent.messages.protocol import JobSpec, Registration
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.runtime.errors import malformed
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -67,9 +68,7 @@ def test_a_plan_of_others_writes_nothing_to_the_terminal(place: str, tmp_path: P
 
 
 def test_a_refusal_of_the_api_writes_nothing_to_the_agents_terminal() -> None:
-    from openrecycle.app.runtime.errors import sentence
-
-    text = sentence([{"loc": ("body", OBEYED), "type": "extra_forbidden", "msg": "", "input": OBEYED}])
+    text = malformed([{"loc": ("body", OBEYED), "type": "extra_forbidden", "msg": "", "input": OBEYED}]).detail
     assert obeyed(text) == [] and "\n" not in text
 
 
