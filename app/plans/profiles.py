@@ -164,7 +164,8 @@ class NamedProfiles:
         try:
             return job_on(document, pipelines, stages, micro_batches)
         except PlannerError as error:
-            raise invalid(error, f"profile {name!r}") from None
+            wrong = invalid(error)
+            raise ConsoleError(422, "invalid", f"{wrong.said}, for profile {name!r}", field=wrong.field) from None
 
 
 def unknown_profile(name: str) -> ConsoleError:
