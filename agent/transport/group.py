@@ -231,7 +231,7 @@ class Begun:
 
 class GlooPending:
     """A transfer over gloo. timeout: of `wait`; None: the operation has its own. peers: the ranks that it needs. peer:
-    the worker to name when it breaks."""
+    the worker to name when it breaks. sends: it is a send."""
 
     def __init__(
         self,
@@ -241,9 +241,12 @@ class GlooPending:
         group: GivenGlooGroup,
         peers: Collection[int],
         peer: Worker | None = None,
+        *,
+        sends: bool = False,
     ) -> None:
         self._work = work
         self.tensor = tensor
+        self._apart = sends and tensor.nbytes >= _LARGE_SEND
         self.timeout, self._group, self.peers, self._peer = timeout, group, peers, peer
 
     def arrived(self) -> bool:
@@ -253,7 +256,11 @@ class GlooPending:
     def wait(self) -> Tensor:
         self._group.begin_wait(self)
         try:
-            if self.timeout is not None:
+            if self.timeout is not None and self._apart:
+                if not _wait_apart(self._work, self.timeout, lambda: self._group.cancelled):
+                    self._group.close()
+                    raise RuntimeError("connection closed: the group was cancelled")
+            elif self.timeout is not None:
                 self._work.wait(self.timeout)
             elif not wait_or_leave(self._work, lambda: self._group.cancelled):
                 # Nothing comes over closed connections, so the operation does not write to the tensor any more.
@@ -294,6 +301,37 @@ def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = mat
                 raise
         if cancelled():
             return False
+
+
+_LARGE_SEND = 1 << 16
+"""A send of so many bytes may be half written when its peer dies. A smaller one the system takes at once."""
+
+
+def _wait_apart(work: Any, timeout: timedelta, cancelled: Callable[[], bool]) -> bool:
+    """Waits for a send in a thread of its own, or until its group is cancelled. Returns whether the send has ended.
+    Raises RuntimeError.
+
+    gloo (torch 2.13) tells nobody of a send that was half written when its connection ended: with 256 MiB to a peer
+    that got a SIGKILL, the sender waited for the whole time-out. It can't be waited for in slices, since a wait for a
+    send that times out closes the group. A thread that is left waits until its time is over.
+    """
+    ended, problems = threading.Event(), list[RuntimeError]()
+
+    def wait() -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            problems.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=wait, name="send", daemon=True).start()
+    while not ended.wait(ASK_AGAIN_SECONDS):
+        if cancelled():
+            return False
+    if problems:
+        raise problems[0]
+    return True
 
 
 def scatter_memory(ranks: int) -> int:
@@ -442,7 +480,7 @@ class GivenGlooGroup(Group):
             work = self._post(sends, other, tensor, tag)
         except RuntimeError as error:
             raise TransferError(first_line(error), self.members[other]) from None
-        return GlooPending(work, tensor, self._timeout, self, (other,), self.members[other])
+        return GlooPending(work, tensor, self._timeout, self, (other,), self.members[other], sends=sends)
 
     def _post(self, sends: bool, other: int, tensor: Tensor, tag: int) -> Any:
         """Raises RuntimeError."""
@@ -507,15 +545,15 @@ class GivenGlooGroup(Group):
         table = torch.empty((len(among), len(row)), dtype=row.dtype)
         first, *others = among
 
-        def wait(asked: Iterable[tuple[Any, int]]) -> None:
+        def wait(asked: Iterable[tuple[Any, int]], *, sends: bool = False) -> None:
             for work, other in asked:
-                GlooPending(work, table, self._sum_timeout, self, (other,)).wait()
+                GlooPending(work, table, self._sum_timeout, self, (other,), sends=sends).wait()
 
         try:
             if self.rank == first:
                 table[0] = row
                 wait([(self._post(False, other, table[i], _ROW), other) for i, other in enumerate(others, 1)])
-                wait([(self._post(True, other, table, _TABLE), other) for other in others])
+                wait([(self._post(True, other, table, _TABLE), other) for other in others], sends=True)
             else:
                 asked = [
                     (self._post(False, first, table, _TABLE), first),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -191,6 +193,42 @@ def test_a_worker_that_dies_costs_no_survivor_its_connections(connected: bool, s
         groups[one].send(other, torch.ones(1), 5).wait()
         assert int(pending.wait()) == 1
         job.exchange(job.form(2, living))
+    finally:
+        process.kill()
+        process.join()
+
+
+def _stops_before_it_has_all(me: Worker, living: list[Worker], store: tuple[str, int]) -> None:
+    groups = Communicator(PATIENT).form(1, me, living, store)
+    coming = groups.receive(living[0], torch.zeros(_LARGE), 5)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    coming.wait()
+
+
+_LARGE = 1 << 24
+"""Elements of a tensor of which the system takes a part, until its receiver reads on."""
+
+
+def test_whoever_sends_to_a_worker_that_dies_on_the_way_is_woken(store: RendezvousStore) -> None:
+    """gloo forgets a send that is half written."""
+    me, dead = living = GRID[:2]
+    mine = Communicator(PATIENT)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_stops_before_it_has_all, args=(dead, living, store.address), daemon=True
+    )
+    process.start()
+    try:
+        groups = mine.form(1, me, living, store.address)
+        state = Path(f"/proc/{process.pid}/stat")
+        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+        sending = groups.send(dead, torch.zeros(_LARGE), 5)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(sending.wait)
+            process.kill()
+            process.join()
+            mine.cancel(2)
+            with pytest.raises(TransferError):
+                waiting.result(60)
     finally:
         process.kill()
         process.join()
