@@ -79,6 +79,7 @@ def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
     other.close()
 
 
+@pytest.mark.processes
 def test_a_second_database_of_a_process_leaves_the_first_its_locks(tmp_path: Path) -> None:
     """Else another program that closes the file takes itself for the last one, and deletes the log."""
     database = sqlite_in(tmp_path)
