@@ -367,7 +367,7 @@ class _Held(torch.distributed.Store):
 
 def _connects_late() -> None:
     members, shared, devices = GRID[:2], torch.distributed.HashStore(), [Devices(LOOPBACK) for _ in range(2)]
-    hasty = Timeouts(form=2.0)
+    hasty = Timeouts(form=0.5)
 
     def make(name: str, rank: int, view: Any, timeouts: Timeouts) -> GlooGroup | None:
         with contextlib.suppress(RuntimeError):
