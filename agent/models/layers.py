@@ -14,7 +14,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -622,10 +622,24 @@ def _with_gradient(y: Any) -> list[Tensor] | None:
     return [t for t in parts if isinstance(t, Tensor) and t.requires_grad]
 
 
-def precision(autocast: Autocast | None, device: torch.device = CPU) -> Any:
+def precision(autocast: Autocast | None, device: torch.device = CPU) -> AbstractContextManager[object]:
     """Returns the context in which forwards run."""
-    # The cache of cast weights is off: a weight used twice gets two gradients in its own type, as without autocast.
-    return nullcontext() if autocast is None else torch.autocast(device.type, LOWER[autocast], cache_enabled=False)
+    return nullcontext() if autocast is None else _autocasting(device.type, LOWER[autocast])
+
+
+@contextmanager
+def _autocasting(kind: str, lower: torch.dtype) -> Iterator[None]:
+    """Runs forwards under autocast. Torch's attention has a fast path for evaluation, which it does not take under a
+    GPU's autocast. Under a CPU's it takes it (it asks for a GPU's only), and a TransformerEncoderLayer then returns the
+    lower type, though in training it returns float32: so the fast path is off."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        # The cache of cast weights is off: a weight used twice gets two gradients in its own type, as without autocast.
+        with torch.autocast(kind, lower, cache_enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager

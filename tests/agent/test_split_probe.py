@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.config.options import Autocast, Optimization
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.compat import FlopCount
 from openrecycle.agent.models.layers import StageCuts, StageIOError, TensorSpec
@@ -311,6 +311,20 @@ def test_a_buffer_may_change_in_evaluation_alone() -> None:
         first, second = stage.evaluate(_x(), seed=0), stage.evaluate(_x(), seed=0)
         assert torch.equal(first, second) and torch.equal(first, copy.deepcopy(module)(_x()))
     assert not module.keys.any() and int(module.seen) == 0
+
+
+@pytest.mark.parametrize("autocast", [None, "bf16", "fp16"])
+def test_evaluation_has_the_type_that_training_has(autocast: Autocast | None) -> None:
+    """Torch's fast path for attention in evaluation returns the lower type under a CPU's autocast."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    x = torch.randn(3, 5, 4)
+    stage = Stage(layer, GradientSum(layer.parameters(), terms=1), autocast=autocast)
+    trained = stage.forward((0, 0), x, seed=0)
+    with stage.evaluating():
+        evaluated = stage.evaluate(x, seed=0)
+    assert isinstance(trained, Tensor) and evaluated.dtype == trained.dtype
+    torch.testing.assert_close(evaluated, trained)
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_a_buffer_must_be_changed_by_its_own_name() -> None:
