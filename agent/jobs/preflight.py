@@ -855,6 +855,9 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     names = {id(parameter): name for name, parameter in named}
     groups = optimizer.param_groups
     of = {names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names}
+    if not of and any(group["params"] for group in groups) and any(p.requires_grad for _, p in named):
+        # Its steps would change nothing that is trained.
+        raise InputError("optimizer", f"{text} on other parameters", "one on the parameters that the function is given")
     return _ParameterGroups(
         [{name: value for name, value in group.items() if name != "params"} for group in groups], of
     )

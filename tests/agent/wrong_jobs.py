@@ -302,6 +302,10 @@ def thawing(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return made
 
 
+def for_another_model(_: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(nn.Linear(4, 4).parameters())
+
+
 lbfgs = partial(torch.optim.LBFGS, lr=0.1)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
