@@ -36,7 +36,7 @@ from openrecycle.agent.launcher.record import is_remark, sentence_of
 from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable, Delivery, Line, Record
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_token, is_single, role_of
-from openrecycle.planner.jobs.errors import InputError, PlannerError, shown
+from openrecycle.planner.jobs.errors import InputError, PlannerError, shown, where_raised
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.output import check_out, is_stdout, run, write_out
@@ -111,7 +111,7 @@ def sentences() -> Iterator[None]:
         with spelled({**FLAGS, **GRID, "profile": "--profile"}):
             yield
     except PlannerError as error:
-        refuse(str(error))
+        refuse(f"{error}{where_raised(error.__cause__)}")
     except ConsoleUnavailable as error:
         hint = "; start one with `openrecycle serve`" if error.silent else ""
         refuse(f"--console: {error}{hint}")

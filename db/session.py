@@ -357,7 +357,8 @@ def _has_our_columns(connection: Connection) -> bool:
 # Words of libpq and of the server, names in quotes left out: when a connection fails, psycopg gives no code.
 _NOT_THERE = re.compile(
     "Connection (refused|reset|timed out)|socket *failed: No such file or directory|No route to host|timeout expired|"
-    "Temporary failure in name resolution|closed the connection|starting up|shutting down|recovery|"
+    "Temporary failure in name resolution|Name or service not known|could not translate host name|"
+    "closed the connection|starting up|shutting down|recovery|"
     "not yet accepting connections|too many clients|remaining connection slots"
 )
 

@@ -15,7 +15,6 @@ import contextlib
 import sys
 import threading
 import time
-import traceback
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from types import FrameType
 
 from openrecycle.agent.config.options import ALIVE_SECONDS, TIMES_LONGEST, Timeouts
 from openrecycle.agent.messages.protocol import Doing
-from openrecycle.planner.jobs.errors import in_user_code
+from openrecycle.planner.jobs.errors import where_raised
 from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.schedule import Op
 
@@ -332,10 +331,8 @@ def thread_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     frames = sys._current_frames()
-    describe_exception = [
-        f"{names.get(ident, 'a thread')} at {_place(frame)}" for ident, frame in frames.items() if ident != mine
-    ]
-    return "; ".join(sorted(describe_exception))
+    places = [f"{names.get(ident, 'a thread')} at {_place(frame)}" for ident, frame in frames.items() if ident != mine]
+    return "; ".join(sorted(places))
 
 
 LONGEST_SAID = 700
@@ -344,8 +341,6 @@ LONGEST_SAID = 700
 
 def describe_exception(error: BaseException) -> str:
     """Returns an exception in a line, and where in the user's own code it arose: `, at model.py:12 in forward`."""
-    own = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if in_user_code(frame)]
-    place = "".join(f", at {code.co_filename}:{line} in {code.co_name}" for code, line in own[-1:])
     try:
         text = str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     except Exception as unsaid:
@@ -353,7 +348,7 @@ def describe_exception(error: BaseException) -> str:
     if len(text) > LONGEST_SAID:
         text = f"{text[:LONGEST_SAID]}…"
     what = type(error).__name__ + (f": {text}" if text else "")
-    return encodable(f"{what}{place}")
+    return encodable(f"{what}{where_raised(error)}")
 
 
 def _place(frame: FrameType | None) -> str:

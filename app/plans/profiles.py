@@ -79,14 +79,14 @@ class NamedProfiles:
             saved = [ProfileInfo(source="saved", **row) for row in self._rows.all()]
         return sorted([*map(_shipped_line, shipped()), *saved], key=lambda line: line.name)
 
-    def get(self, name: str) -> tuple[ProfileInfo, Profile | JobDoc]:
-        """Returns a shipped or saved profile. Raises ConsoleError (404)."""
+    def get(self, name: str, field: str = "profile") -> tuple[ProfileInfo, Profile | JobDoc]:
+        """Returns a shipped or saved profile. field: in which a request names it. Raises ConsoleError (404)."""
         if (known := shape_name(name)) in shipped():
             return _shipped_line(known), _shipped_document(known)
         with storing():
             found = self._rows.get(name)
         if found is None:
-            raise unknown_profile(name)
+            raise unknown_profile(name, field)
         return ProfileInfo(source="saved", **found[0]), _read(found[1])
 
     def kept(self, name: str) -> SavedProfile:
@@ -160,7 +160,7 @@ class NamedProfiles:
 
         Raises ConsoleError: 404, and 422 if the profile has no such job.
         """
-        document = self.get(name)[1]
+        document = self.get(name, "profile_name")[1]
         try:
             return job_on(document, pipelines, stages, micro_batches)
         except PlannerError as error:
@@ -168,10 +168,9 @@ class NamedProfiles:
             raise ConsoleError(422, "invalid", f"{wrong.said}, for profile {name!r}", field=wrong.field) from None
 
 
-def unknown_profile(name: str) -> ConsoleError:
-    return ConsoleError(
-        404, "unknown_profile", f"got {name!r}, expected the name of one; GET .../profiles", field="profile"
-    )
+def unknown_profile(name: str, field: str = "profile") -> ConsoleError:
+    said = f"got {name!r}, expected the name of one; GET .../profiles"
+    return ConsoleError(404, "unknown_profile", said, field=field)
 
 
 def _read(text: str) -> Profile | JobDoc:

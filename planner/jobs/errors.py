@@ -6,6 +6,7 @@ import operator
 import os
 from numbers import Real
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -86,8 +87,10 @@ def as_whole(value: Any) -> int | None:
     """Returns the int that a value stands for, such as one of NumPy's; None if it is no whole number, or a bool."""
     if type(value) is int:
         return value
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
+        return None
     try:
-        return None if isinstance(value, bool) else operator.index(value)
+        return operator.index(value)
     except TypeError:  # also NumPy's bools and arrays
         return None
 
@@ -126,6 +129,18 @@ def in_user_code(frame: FrameType) -> bool:
     if file.startswith("<frozen ") or (file.startswith(_PYTHON) and "-packages" not in file):
         return False
     return module.startswith(_EXAMPLES) or module.partition(".")[0] not in ("openrecycle", "torch")
+
+
+def where_raised(error: BaseException | None) -> str:
+    """Returns where in the user's own code an error or its cause arose: `, at model.py:12 in forward`. "" if neither
+    did."""
+    while error is not None:
+        frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__) if in_user_code(frame)]
+        if frames:
+            code, line = frames[-1]
+            return f", at {code.co_filename}:{line} in {code.co_name}"
+        error = error.__cause__
+    return ""
 
 
 def in_short(error: BaseException) -> BaseException:

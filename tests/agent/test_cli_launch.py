@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
+from tests.agent import wrong_jobs
 from tests.golden import golden
 
 
@@ -77,6 +78,13 @@ def test_bad_input(arguments: list[str], words: list[str]) -> None:
     for word in words:
         assert word in done.stderr
     assert done.stdout == ""
+
+
+def test_an_error_of_the_users_code_is_told_with_its_line() -> None:
+    grid = ["--pipelines", "1", "--stages", "2", "--micro-batches", "2", "--iterations", "1", "--dry-run"]
+    done = CliRunner().invoke(app, ["train", *grid, "--workload", "tests.agent.wrong_jobs:RaisingLoss"])
+    place = f"{wrong_jobs.__file__}:{wrong_jobs.RaisingLoss.loss.__code__.co_firstlineno + 1} in loss"
+    assert done.exit_code == 2 and place in done.stderr, done.output
 
 
 def test_a_dry_run_says_what_it_takes_and_trains_nothing(tmp_path: Path) -> None:

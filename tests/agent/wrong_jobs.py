@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from openrecycle.agent.examples.gpt import Gpt
 from tests.agent.own_jobs import WIDTH
 
 TABLE = nn.Embedding(9, WIDTH)
@@ -304,6 +305,11 @@ def thawing(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def for_another_model(_: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(nn.Linear(4, 4).parameters())
+
+
+class RaisingLoss(Gpt):
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        raise RuntimeError("this loss raises")
 
 
 lbfgs = partial(torch.optim.LBFGS, lr=0.1)

@@ -78,7 +78,7 @@ def test_a_job_takes_its_op_times_by_name(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [
-        ({"profile_name": "none"}, 404, "profile: got 'none'"),
+        ({"profile_name": "none"}, 404, "profile_name: got 'none'"),
         ({"profile_name": "../x"}, 422, "profile_name: got '../x'"),
         ({"profile_name": "uneven", "stages": 4}, 422, "stages: got 4,"),
         ({"profile_name": "uneven", "profile": UNEVEN}, 422, "profile, profile_name: got both"),
@@ -102,7 +102,7 @@ def test_a_plan_takes_its_op_times_by_name(client: TestClient) -> None:
     asked = {"kind": "migrations", "profile_name": "uneven"}
     assert client.post(f"{API}/solves", json=asked).status_code == 202
     body = {"kind": "plan", "profile_name": "none"}
-    refused(client.post(f"{API}/solves", json=body), 404, "profile: got 'none'")
+    refused(client.post(f"{API}/solves", json=body), 404, "profile_name: got 'none'")
     for body in ({}, {"job": UNEVEN, "profile_name": "uneven"}):
         refused(client.post(f"{API}/solves", json={"kind": "plan", **body}), 422, "expected one of them")
     body = {"kind": "plan", "job": UNEVEN, "pipelines": 3}

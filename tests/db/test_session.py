@@ -114,6 +114,8 @@ def test_why_a_file_can_not_be_led_is_told_apart(tmp_path: Path, monkeypatch: py
 SAID = {
     "FATAL:  the database system is in recovery mode": True,
     'server on socket "/run/.s.PGSQL.5432" failed: No such file or directory': True,
+    "[Errno -2] Name or service not known": True,
+    'could not translate host name "db" to address: Name or service not known': True,
     'FATAL:  database "recovery" does not exist': False,
     'could not open certificate file "/etc/ca.pem": No such file or directory': False,
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
 from openrecycle.agent import cli as agent_cli
@@ -157,7 +158,7 @@ def test_a_job_of_numbers_of_numpy_is_that_of_plain_ones() -> None:
     plain = Job.uniform(2, 2, 2, durations=plain_times, layers=4, partition=(2, 2))
     plain = replace(plain, speeds=((Worker(0, 1), 0.5),), capacity_bytes=(2, 2))
     assert repr(sped) == repr(plain), "a document of it is written by what its numbers are"
-    for wrong in (np.True_, half, "2", np.array([2])):
+    for wrong in (np.True_, torch.tensor(True), half, "2", np.array([2])):
         with refuses("stages"):
             Job.uniform(1, wrong, 1)  # type: ignore[arg-type]
 
