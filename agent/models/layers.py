@@ -568,7 +568,7 @@ def _chain(
                     module = module.to(x[0].device)
             y = run(layer, module)
         except Exception as error:
-            got = ", ".join(str(TensorSpec.of(t)) for t in x)
+            got = ", ".join(str(TensorSpec.of(t)) for t in x) + (f" from {what} {layer - 1}" if layer else "")
             raise InputError(
                 f"{what} {layer}", got, f"inputs that it can run on ({type(error).__name__}: {error})"
             ) from error

@@ -170,6 +170,19 @@ def test_autocast_shows_in_the_types() -> None:
     assert of(Parts(Masked, Joined), 2, autocast="bf16")[0][0] == TensorSpec((2, 6), "bfloat16")
 
 
+class Doubles(nn.Linear):
+    """Takes the ids, too, which it has no use for."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x).double()
+
+
+def test_the_layer_whose_output_does_not_fit_is_named() -> None:
+    with pytest.raises(InputError) as refused:
+        of(Parts(lambda: Doubles(8, 8), lambda: nn.Linear(7, 8)), 2)
+    assert refused.value.field == "stage 1" and refused.value.value == "float64[2, 8] from stage 0"
+
+
 def test_what_symbols_can_not_tell_is_run_for_real() -> None:
     workload = Parts(Picky, lambda: nn.Linear(8, 8))
     assert of(workload, 2) == ((TensorSpec((1, 8), "float32"),),)
