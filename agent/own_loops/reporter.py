@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
@@ -109,6 +109,14 @@ two after the first, so a console that is only restarted causes no warning."""
 def asking_pause(workers: int) -> float:
     """Returns the mean seconds until each of so many workers asks (again) whether the job is over."""
     return max(_ASK_SECONDS, workers / _ASKED_A_SECOND)
+
+
+class _Over(NamedTuple):
+    """why: says that the job is over, if the console has said so. in_last: has it said that all iterations are done,
+    and did this worker belong to the last generation?"""
+
+    why: str = ""
+    in_last: bool = False
 
 
 class Reporter:
@@ -193,10 +201,7 @@ class Reporter:
         """The newest generation from before this process registered, which it is not in; None: not registered yet."""
         self._met = 0
         self._dead, self._refusal = 0.0, ""
-        self._over = ""
-        """Says that the job is over, if the console has said so."""
-        self._finished = False
-        """Has the console said that all iterations are done, and did this worker belong to the last generation?"""
+        self._over = _Over()
         self._in_vain = False
         """Did the last request to the console (for the job, a place in it, or a generation) fail?"""
         self._resumed, self._done = 0, (-1, 0.0)
@@ -268,10 +273,9 @@ class Reporter:
         lost = max(self._met, self._loop.generation if self._loop is not None else 0)
         began, reported = time.monotonic(), False
         while True:
-            if self._lacks_last_step():
-                # Somebody has taken it, and so all have reduced. The number is that of no other process group.
+            if self._goes_on_alone():
+                # Somebody has taken the last step, so all have reduced. The number is that of no other process group.
                 return Membership(self._newest_generation() + 1, (str(self._me),), 0)
-            self._check_part()
             waited = time.monotonic() - began
             deployment = self._deployment
             if deployment is not None and deployment.generation > lost:
@@ -292,13 +296,20 @@ class Reporter:
                 reported = True
             self._wait_for_news(lost, 0.5)
 
-    def _lacks_last_step(self) -> bool:
-        """Says whether the others have finished the job, and this worker has only its last step to take."""
-        if self._loop is None or self.fenced:
-            return False
-        if self._finished and self._loop.may_step_alone(self._spec.iterations - 1):
-            self._loop.alone = True
-        return self._loop.alone
+    def _goes_on_alone(self) -> bool:
+        """Says whether the others have finished the job, and this worker has only its last step to take. Raises
+        RuntimeError if it has none to take, and the console goes on without it or the job is over."""
+        over = self._over  # once: another thread may set it at any moment
+        if self.fenced:
+            raise RuntimeError(self._without_me)
+        if self._loop is not None:
+            if over.in_last and self._loop.may_step_alone(self._spec.iterations - 1):
+                self._loop.alone = True
+            if self._loop.alone:
+                return True
+        if over.why:
+            raise RuntimeError(over.why)
+        return False
 
     def _has_last_step(self) -> bool:
         """Says whether this worker has taken the job's last step, which shows that all have reduced for theirs."""
@@ -321,17 +332,9 @@ class Reporter:
                     return True
         return True
 
-    def _check_part(self) -> None:
-        """Raises RuntimeError if the console goes on without this worker, or the job is over."""
-        if self.fenced or self._over:
-            raise RuntimeError(self._without_me if self.fenced else self._over)
-
     def _newest_of_mine(self) -> int:
         """The newest generation; one more where this worker goes on alone. Raises RuntimeError as `membership` does."""
-        if self._lacks_last_step():
-            return self._newest_generation() + 1
-        self._check_part()
-        return self._newest_generation()
+        return self._newest_generation() + self._goes_on_alone()
 
     def _own_loop_sums(self, given: tuple[int, list[Any]] | None) -> tuple[int, list[Any]] | None:
         """Gives or replaces the sums that go with this worker's state: see Membership.sums."""
@@ -446,8 +449,7 @@ class Reporter:
         status = client.get(self._job_path, JobStatus)
         if status is not None and status.state in OVER:
             mine = status.generation == self._newest_generation()
-            self._finished = mine and status.state is JobState.FINISHED
-            self._over = f"{self._me}: the job is {status.state}"
+            self._over = _Over(f"{self._me}: the job is {status.state}", mine and status.state is JobState.FINISHED)
 
     def _asked_in_vain(self) -> None:
         with self._news:
@@ -462,7 +464,7 @@ class Reporter:
         if isinstance(answer, ConsoleRefused) or answer.refused:
             self._refused(str(answer) if isinstance(answer, ConsoleRefused) else answer.refused[0].detail)
             if isinstance(answer, BatchReply) and answer.refused[0].code == "job_over":
-                self._over = self._refusal
+                self._over = _Over(self._refusal)
             self._asked_in_vain()
         else:
             self._before = answer.before.get(str(self._me), 0)

@@ -21,8 +21,10 @@ import pytest
 import torch
 
 from openrecycle import InputError, Job, Reporter
-from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.messages.client import ConsoleClient
+from openrecycle.agent.messages.protocol import Deployment, JobState, JobStatus
 from openrecycle.agent.monitoring.heartbeat import WorkerReports
+from openrecycle.agent.own_loops import own_loop
 from openrecycle.agent.own_loops import reporter as reporter_module
 from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS, asking_pause
 from openrecycle.planner.plans.plan import Plan
@@ -31,6 +33,7 @@ from tests.agent.own_loop import JOB
 from tests.golden import golden
 
 WORKERS = [str(worker) for worker in JOB.workers()]
+PAIR = ("W0_0", "W1_0")
 
 
 class OwnLoop:
@@ -284,6 +287,52 @@ def test_a_loop_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
             assert said() == "adopted", "that it has its state it says after an iteration"
             reporter.iteration(0, loss=1 / 0)
         assert server.read(f"/jobs/{job_id}")["state"] not in ("finished", "stopped")
+
+
+@pytest.mark.processes
+def test_the_last_step_may_be_taken_alone_however_the_end_comes_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the job is finished was heard while it was looked whether it is, and taken for a reason to end."""
+    ends: list[Any] = []
+    answers: list[JobState] = []
+    get = ConsoleClient.get
+
+    def record(client: ConsoleClient, *args: Any, **more: Any) -> Any:
+        answer = get(client, *args, **more)
+        if isinstance(answer, JobStatus) and threading.current_thread().name == "generations":
+            answers.append(answer.state)
+        return answer
+
+    class Kept(own_loop.OwnLoop):
+        """It lacks only the last step. The end of the job comes in while it is asked."""
+
+        _alone = False
+
+        @property
+        def alone(self) -> bool:
+            while ends:
+                ends.pop()()
+            return self._alone
+
+        @alone.setter
+        def alone(self, value: bool) -> None:
+            self._alone = value
+
+        def may_step_alone(self, iteration: int) -> bool:
+            return True
+
+    monkeypatch.setattr(own_loop, "OwnLoop", Kept)
+    monkeypatch.setattr(ConsoleClient, "get", record)
+    with console(tmp_path) as server:
+        first, last = (lonely(server, worker=w, job=Job.uniform(2, 1, 2)) for w in PAIR)
+        first.membership()
+        now = last.membership()
+        now.sums(None)
+        # Of two answers that it is over, the thread has taken up the first.
+        ends += [lambda: until(lambda: answers.count(JobState.FINISHED) >= 2, "the end to be heard"), first.close]
+        assert [now.newest(), now.newest()] == [1, 2]
+        last.close()
 
 
 @pytest.mark.processes
