@@ -93,7 +93,8 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
     member = state.members.get(event.worker)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
-    if state.over or member.state is FINISHED:
+    # One that has closed is gone for certain, so whoever comes now is another process, with work to do.
+    if state.over or (member.state is FINISHED and not member.closed):
         return refuse(state, "job_over", f"{event.worker}: the job is {state.over or 'past its last iteration'}")
     if event.incarnation in member.retired or (event.incarnation == member.incarnation and member.state is FAILED):
         return refuse(state, "fenced", fenced_text(member, event.incarnation))
@@ -339,8 +340,8 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
     members, again = dict(state.members), list[str]()
     for said, (incarnation, heard, draining) in event.beats.items():
         member = holder(state, said, incarnation)
-        if member is None or member.incarnation != incarnation or member.state is FAILED:
-            continue  # it is fenced, and changes nothing
+        if member is None or member.incarnation != incarnation or member.state is FAILED or member.closed:
+            continue  # it is fenced, or was sent before the process left, and changes nothing
         member = members[member.name]  # with what earlier heartbeats of this event have changed
         name, before = member.name, member.last_heard
         if before is not None and before > heard:
@@ -377,7 +378,7 @@ def _unfinished(state: State, member: Member) -> Member:
 def _none_finished(state: State, now: float) -> State:
     """Takes no worker for finished any more. A launcher has reported that one ended before the job did, so the launcher
     still waits for all of them."""
-    finished = [m for m in state.members.values() if m.state is FINISHED]
+    finished = [m for m in state.members.values() if m.state is FINISHED and not m.closed]
     back = {m.name: replace(_unfinished(state, m), last_heard=now) for m in finished}
     return replace(state, members={**state.members, **back}) if back else state
 
@@ -456,6 +457,11 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> T
     """Decides what follows when transfers broke and nobody died: a link broke (agent.coordination.blame)."""
     holders = [m.name for m in state.members.values() if m.state in (RUNNING, SUSPECT)]
     living = state.current.living if state.current else ()
+    if closed := [name for name in living if state.members[name].closed]:
+        whose, whom = ("its reporter", "it") if len(closed) == 1 else ("their reporters", "them")
+        text = f"{words.names(closed)} closed {whose} while others still exchanged data with {whom}"
+        notes.append(Note("warning", "generation", text))
+        return reconsider(state, text, notes, now, anew=True)
     late = [name for name in living if not state.members[name].acknowledged]
     decision = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=late)
     state = replace(state, links=decision.links)
@@ -498,7 +504,18 @@ def all_exited(state: State, events: Iterable[Exited], now: float) -> tuple[Tran
     for event in events:
         after = _end(after.state, event, now, dead)
         refused.append(after.refusal)
-    return lose(after.state, dead, [], now) if dead else Transition(after.state, reason=after.reason), refused
+    if dead:
+        return lose(after.state, dead, [], now), refused
+    return _settled_without(state, after.state, after.reason, now), refused
+
+
+def _settled_without(before: State, state: State, reason: str, now: float) -> Transition:
+    """Decides what follows when workers have left with their work done: nothing, unless a generation is about to open,
+    which must do without them, or workers that are back wait for them."""
+    left = any(m.closed and not before.members[name].closed for name, m in state.members.items())
+    if left and (state.pending or (state.settled and returned(state) and not lost_stages(state))):
+        return reconsider(state, reason, [], now)
+    return Transition(state, reason=reason)
 
 
 def _end(state: State, event: Exited, now: float, dead: dict[str, str]) -> Transition:
@@ -520,7 +537,12 @@ def _end(state: State, event: Exited, now: float, dead: dict[str, str]) -> Trans
         return Transition(state.with_member(gone), reason=f"{event.worker} has left, as asked")
     if member.state is FAILED or member.name in dead:
         return Transition(state, reason=f"{event.worker} was out already")
-    if member.state is FINISHED:
+    if member.closed:
+        return Transition(state, reason=f"{event.worker} has left already, with its work done")
+    if event.done:
+        left = replace(member, state=FINISHED, incarnation=event.incarnation, generation=LEFT, acknowledged="")
+        return Transition(state.with_member(left), reason=f"{event.worker} has left, with its work done")
+    if member.state is FINISHED and not state.own_loop:
         state = _none_finished(state, now)
     if member.incarnation is None:
         state = state.with_member(replace(member, incarnation=event.incarnation))

@@ -218,7 +218,8 @@ def _lost_now(state: State, pending: PendingGeneration) -> list[str]:
     if state.mode is not Mode.MANUAL or state.current is None:
         return []
     known = frozenset(state.current.failed)
-    return [name for name in pending.failed if name not in known and not state.members[name].leaving]
+    members = [state.members[name] for name in pending.failed if name not in known]
+    return [m.name for m in members if not (m.leaving or m.closed)]
 
 
 def _let_choose(

@@ -191,8 +191,8 @@ MOST_RETIRED = 64
 count either."""
 
 LEFT, STATELESS = -1, -2
-"""Special values of `Member.generation`. LEFT: the process was asked to leave, and has ended. STATELESS: the process is
-there, and no longer has its stage's state."""
+"""Special values of `Member.generation`. LEFT: the process has left, as it was asked to, or with its work done.
+STATELESS: the process is there, and no longer has its stage's state."""
 
 # Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
@@ -236,6 +236,12 @@ class Member:
     def goes(self) -> bool:
         """Whether the worker was asked to leave and its process has not ended yet, as far as is known."""
         return self.leaving and self.generation != LEFT
+
+    @property
+    def closed(self) -> bool:
+        """Whether its process has said that it has done its work and leaves. Unlike one that is FINISHED for its
+        silence, it is not there any more."""
+        return self.state is WorkerState.FINISHED and self.generation == LEFT
 
     def heard_at(self, at: float, draining: bool) -> Member:
         """Returns a copy with the newest heartbeat. This runs for every worker every second, and takes a tenth of the
@@ -594,12 +600,14 @@ class HeartbeatsReceived:
 
 @dataclass(frozen=True)
 class Exited:
-    """A launcher saw the process of `worker` end."""
+    """A launcher saw the process of `worker` end, or that process says itself that it leaves. done: with its work done,
+    so that it is no failure."""
 
     worker: str
     incarnation: str
     reporter: str
     detail: str = ""
+    done: bool = False
 
 
 @dataclass(frozen=True)

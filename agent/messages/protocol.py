@@ -131,7 +131,7 @@ class WorkerState(StrEnum):
 
     STARTING: known, not yet registered. RUNNING: in the generation, heard lately. SUSPECT: in the
     generation, heartbeats overdue. FAILED: out of the generation. REJOINING: registered again, not yet in
-    a generation or still taking weights. FINISHED: left after the last iteration.
+    a generation or still taking weights. FINISHED: left after the last iteration, or with all of its work done.
     Whether a running worker takes re-routed work is not stored: the plan shows it.
     """
 
@@ -546,10 +546,12 @@ class Restart(Message):
 class FailureReport(Message):
     """Something broke.
 
-    cause `exit`: the launcher saw the process of `worker` end. `exception`: an op of a micro-batch raised in it, and
-    all must connect anew with what the launcher decides about that micro-batch. `state-lost`: the state of its stage
-    is lost, though workers of the stage live. `transfer`: `reporter` could not exchange data; then `worker` is the
-    reporter's best guess, or itself. incarnation: of `worker` for an exit or exception, of `reporter` for a transfer.
+    cause `exit`: the launcher saw the process of `worker` end, or an own loop has closed its reporter before its work
+    was done. `closed`: an own loop has done its work and closed its reporter, which is no failure: nothing follows.
+    `exception`: an op of a micro-batch raised in it, and all must connect anew with what the launcher decides about
+    that micro-batch. `state-lost`: the state of its stage is lost, though workers of the stage live. `transfer`:
+    `reporter` could not exchange data; then `worker` is the reporter's best guess, or itself. incarnation: of
+    `reporter` for a transfer, of `worker` for anything else.
     detail: for an exit, what the process did (`was killed by SIGKILL`). age_milliseconds: how long ago it was seen.
     generation: the reporter's own when the transfer broke or the op raised, so that a late report can't disturb the
     next one (0: not given). spare: for an exit, which ranks of the worker had to end because another one had; nothing
@@ -558,7 +560,7 @@ class FailureReport(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    cause: Literal["exit", "transfer", "exception", "state-lost"]
+    cause: Literal["exit", "closed", "transfer", "exception", "state-lost"]
     reporter: Name
     detail: Text = ""
     age_milliseconds: Milliseconds = 0

@@ -137,6 +137,7 @@ class WorkerReports(threading.Thread):
         self._outbox: Outbox[Acknowledgements | Failures] = Outbox(QUEUE)
         self._measured: Outbox[tuple[dict[str, Any], Offset]] = Outbox(QUEUE)
         self._wake, self._stop_asked = threading.Event(), threading.Event()
+        self._last: FailureReport | None = None
 
     # -- what is reported -----------------------------------------------------------------------
 
@@ -193,8 +194,10 @@ class WorkerReports(threading.Thread):
         """Takes the fields of a MeasuredOps. clock: the offset from its process's clock to this one's."""
         self._measured.put((fields, clock))
 
-    def stop(self) -> None:
-        """Ends the thread after it has tried once to send what is queued."""
+    def stop(self, last: FailureReport | None = None) -> None:
+        """Ends the thread after it has tried once to send what is queued. last: that a process leaves, after which the
+        console takes nothing else of it but lines."""
+        self._last = last
         self._stop_asked.set()
         self._wake.set()
 
@@ -217,6 +220,9 @@ class WorkerReports(threading.Thread):
                 if self._stop_asked.is_set():
                     self._gather()
                     self._beat(lambda process: process.said is not None and process.said["phase"] == LAST)
+                    if self._last is not None and self._is_registered(self._last.incarnation):
+                        self.failed(self._last)
+                    self._deliver(due)  # also what was queued since it was called above
                     self._post_logs(due)
                     return
                 if beats:
@@ -247,6 +253,10 @@ class WorkerReports(threading.Thread):
     def _all(self) -> list[_ReportedProcess]:
         with self._lock:
             return list(self._processes.values())
+
+    def _is_registered(self, incarnation: str) -> bool:
+        with self._lock:
+            return (process := self._processes.get(incarnation)) is not None and process.registered
 
     def _register(self) -> None:
         new = [p for p in self._all() if not p.registered and self._may_register(p.registration)]

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from pydantic import ValidationError
 
@@ -48,6 +48,7 @@ from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
     Deployment,
+    FailureReport,
     Iteration,
     IterationReport,
     JobCreated,
@@ -311,6 +312,10 @@ class Reporter:
             raise RuntimeError(over.why)
         return False
 
+    def _ran_plan(self) -> bool:
+        """Says whether this worker has run any part of a plan with `schedule`."""
+        return self._loop is not None and self._loop.generation > 0 and not self.fenced
+
     def _has_last_step(self) -> bool:
         """Says whether this worker has taken the job's last step, which shows that all have reduced for theirs."""
         return self._loop is not None and not self.fenced and self._loop.released == self._spec.iterations - 1
@@ -368,10 +373,12 @@ class Reporter:
 
     def close(self, *, done: bool = True) -> None:
         """Ends the reporting, within a few seconds. done: the job has run all its iterations; the console is told so,
-        even if it had not answered yet. Without `done` the console finds this worker missing, as after a crash.
+        even if it had not answered yet. Without `done` the job goes on without this worker at once, as after a crash.
 
-        The worker whose losses are shown tells the console. If a death kept it from its last step, it waits to hear
-        that the job is done: so one that has run the plan, and has taken that step, tells the console in its place."""
+        The worker whose losses are shown tells the console that the job is done. If a death kept it from its last step,
+        it waits to hear that: so one that has run the plan, and has taken that step, tells the console in its place.
+        The others tell it that they have finished. But one that has run the plan only in part leaves the others
+        waiting: unless the job ends meanwhile, they go on without it."""
         if self._closing.is_set():
             return
         self._status.phase = "draining" if done else self._status.phase
@@ -383,11 +390,28 @@ class Reporter:
         self._iterations.stop(tries=False)
         # Both threads get a second at least, even if the console took most of the time to answer.
         self._iterations.join(max(1.0, deadline - time.monotonic()))
-        if done and (self._speaks_for_all() or (self._has_last_step() and not self._is_finished_by(deadline))):
-            self._finish()
+        last = self._last_report(done, deadline)
         if self._reports is not None:
-            self._reports.stop()
+            self._reports.stop(last)
             self._reports.join(max(1.0, deadline - time.monotonic()))
+
+    def _last_report(self, done: bool, deadline: float) -> FailureReport | None:
+        """Tells the console that the job is done where this worker has to. Returns what is to be said of this worker's
+        end; None: nothing, as the job is over."""
+        cause: Literal["exit", "closed"] = "closed" if done else "exit"
+        if done and self._speaks_for_all():
+            if self._finish():
+                return None
+        elif done and self._ran_plan():
+            if self._is_finished_by(deadline):
+                return None
+            if not self._has_last_step():
+                cause = "exit"  # its peers wait for it
+            elif self._finish():
+                return None
+        detail = "closed its reporter" + (" before its work was done" if cause == "exit" else "")
+        me = str(self._me)
+        return FailureReport(worker=me, incarnation=self._incarnation, cause=cause, reporter=me, detail=detail)
 
     def __enter__(self) -> Reporter:
         return self
@@ -512,13 +536,16 @@ class Reporter:
             self._loop.lost_without(deployment)
         self._iterations.wake()  # this worker may be the one that reports iterations from now on
 
-    def _finish(self) -> None:
+    def _finish(self) -> bool:
+        """Tells the console that the job is done. Returns whether it knows that now."""
         message = JobFinished(state="finished", reason=f"{self._me} closed its reporter: its training is done")
         try:
             ConsoleClient(self._url, token=self._token, timeout=2.0).post(f"{self._job_path}/finish", message)
         except (ConsoleUnavailable, ConsoleRefused) as error:
             if not isinstance(error, ConsoleRefused) or error.problem.code != "job_over":
                 self._say_once(f"the console does not know that the job is done: {error}")
+                return False
+        return True
 
     # -- what they share ----------------------------------------------------------------------
 

@@ -619,6 +619,8 @@ class Reports:
 def _failure(message: FailureReport) -> IncomingReport:
     worker, incarnation, detail = message.worker, message.incarnation, plain(message.detail)
     match message.cause:
+        case "closed":
+            return IncomingReport(membership.Exited(worker, incarnation, message.reporter, detail, done=True))
         case "exit":
             late = message.age_milliseconds / 1000
             seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""

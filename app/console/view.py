@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, Field
 
-from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, LetGo, Member
+from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, LetGo, Member, State
 from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob, Row, changes
 from openrecycle.app.jobs.states import (
@@ -352,6 +352,11 @@ def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> Wo
     )
 
 
+def _lives(member: Member, state: State) -> bool:
+    """Says whether a member of the generation has not ended, or only with the job."""
+    return member.state is not WorkerState.FAILED and (not member.closed or state.over is not None)
+
+
 def summary(job: LiveJob, sentence: str) -> JobSummary:
     state = job.state
     living = state.current.living if state.current else ()
@@ -362,7 +367,7 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
         sentence=sentence,
         created_at=job.created_at,
         generation=state.generation,
-        living=sum(state.members[name].state is not WorkerState.FAILED for name in living),
+        living=sum(_lives(state.members[name], state) for name in living),
         workers=len(state.members),
         condition=job.worker_states().condition,
     )

@@ -596,7 +596,8 @@ def _before_the_first_generation(worker_states: WorkerStates) -> str:
 def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
     state = worker_states.state
     assert state.current is not None
-    waiting, living = state.unsettled(), len(state.current.living)
+    closed = [name for name in state.current.living if state.members[name].closed]
+    waiting, living = state.unsettled(), len(state.current.living) - len(closed)
     if waiting and state.moving and state.interim is not None:
         return f"Training with {living:,} of {len(state.members):,} workers; {_moving(state)}"
     if waiting:
@@ -616,7 +617,12 @@ def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
     work = "The other workers do the work." if out else ""
     moving = _moving(state) if state.moving else ""
     frozen = _frozen(state) if state.frozen_by else ""
-    return " ".join(part for part in (f"{text}.", moving, out, work, frozen) if part)
+    done = _done(closed)
+    return " ".join(part for part in (f"{text}.", moving, done and f"{done}.", out, work, frozen) if part)
+
+
+def _done(closed: Sequence[str]) -> str:
+    return f"{names(closed, last=' and ')} {'has' if len(closed) == 1 else 'have'} finished" if closed else ""
 
 
 def _moving(state: State) -> str:
@@ -639,6 +645,7 @@ def _who_is_out(worker_states: WorkerStates) -> str:
     gone += [f"{names(drained, last=' and ')} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []
     gone += [f"{names(standbys, last=' and ')} stand{'s' if len(standbys) == 1 else ''} by"] if standbys else []
     empty = state.current.failed
+    gone += [done] if (done := _done([name for name in empty if state.members[name].closed])) else []
     text = "; ".join(gone) or f"{names(empty)} {'is' if len(empty) == 1 else 'are'} empty"
     moved = [f"{p.slot}'s process holds {p.role} now" for p in worker_states.moved if p.role in state.current.lives_in]
     if len(moved) > MOST_MOVES:

@@ -108,6 +108,9 @@ class Run:
     def exit(self, name: str) -> Transition:
         return self.send(Exited(name, self.member(name).incarnation or "never", "launcher", "was killed by SIGKILL"))
 
+    def close(self, name: str) -> Transition:
+        return self.send(Exited(name, self.member(name).incarnation or "never", name, "closed", done=True))
+
     def back(self, name: str) -> Transition:
         self.count += 1
         return self.send(WorkerRegistered(name, f"{name}-again{self.count}"))

@@ -268,6 +268,16 @@ def test_a_returning_worker_and_a_broken_transfer_ask_nobody() -> None:
     assert run.opened[-1].joining == ("W1_1",)
 
 
+def test_nobody_is_asked_about_a_worker_that_left_with_its_work_done() -> None:
+    run = Run(own_loop=True).start()
+    run.exit("W0_1")
+    run.resume()
+    run.send(ModeSet(Mode.MANUAL, 60.0, "ada"))
+    run.close("W1_0")
+    run.back("W0_1")
+    assert not run.state.choosing and run.opened[-1].failed == ("W1_0",)
+
+
 def test_a_stage_that_is_lost_is_staffed_without_a_choice() -> None:
     run = Run(2, 2, checkpoints=True).start()
     run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))

@@ -517,6 +517,94 @@ def test_workers_that_leave_after_the_last_iteration_are_no_failures() -> None:
     assert len(run.opened) == 1
 
 
+def test_a_worker_that_leaves_with_its_work_done_has_finished_at_once() -> None:
+    """It was taken for living until its silence was judged; and by then for lost, if a generation had opened since."""
+    run = Run(own_loop=True).start()
+    before = run.opened[-1]
+    run.close("W1_0")
+    assert run.member("W1_0").state is WorkerState.FINISHED
+    assert run.sentence() == golden("training-w1-0-has-finished")
+    late = run.beat("W1_0")
+    assert run.member("W1_0").state is WorkerState.FINISHED and not late.decisions, "sent before it left"
+    run.close("W1_0")
+    run.exit("W1_0")
+    run.wait(60, "W0_0", "W0_1", "W1_1")
+    assert run.member("W1_0").state is WorkerState.FINISHED and run.opened[-1] is before and not run.state.pending
+    run.exit("W1_1")
+    assert run.opened[-1].failed == ("W1_0", "W1_1") and run.opened[-1].lost == ("W1_1",)
+    run.resume()
+    assert run.state.settled and run.sentence() == golden("training-w1-0-has-finished-and-w1-1-failed")
+    run.send(ConsoleRestarted())
+    assert run.state.settled and run.member("W1_0").state is WorkerState.FINISHED
+
+
+def test_who_leaves_is_in_no_generation_that_opens_later() -> None:
+    run = Run(own_loop=True).start()
+    run.plans = False
+    run.exit("W0_1")
+    run.close("W1_0")
+    run.send(PlanReady(("W0_1",), "with W1_0", "made"))
+    run.send(PlanReady(("W0_1", "W1_0"), "without", "made"))
+    assert [generation.plan_fingerprint for generation in run.opened[1:]] == ["without"]
+
+
+def test_who_is_back_does_not_wait_for_one_that_has_left() -> None:
+    run = Run(own_loop=True).start()
+    run.exit("W0_1")
+    run.back("W0_1")
+    run.resume("W0_0", "W1_1")
+    assert len(run.opened) == 2
+    run.close("W1_0")
+    assert run.opened[-1].joining == ("W0_1",) and run.opened[-1].failed == ("W1_0",)
+
+
+def test_another_process_may_take_the_place_of_one_that_has_left() -> None:
+    """As where torchrun starts all workers again, since one of them has failed behind its last iteration."""
+    run = Run(own_loop=True).start()
+    first = WorkerRegistered("W1_0", "W1_0-1")
+    run.close("W1_0")
+    assert run.send(first).refusal is None and run.member("W1_0").state is WorkerState.FINISHED, "it comes twice"
+    run.back("W1_0")
+    assert run.opened[-1].living == tuple(run.names) and run.opened[-1].joining == ("W1_0",)
+    run.resume()
+    assert run.state.settled
+
+
+def test_no_link_is_to_blame_when_one_has_left_too_early() -> None:
+    run = Run(own_loop=True).start()
+    links = run.state.links
+    run.close("W1_0")
+    run.send(TransferBroken("W1_1", "W1_1-1", "W1_0", 1))
+    run.wait(3, "W0_0", "W0_1", "W1_1")
+    assert run.opened[-1].failed == ("W1_0",) and run.state.links == links
+    assert run.opened[-1].reason == golden("closed-while-others-exchanged")
+    assert run.member("W1_0").state is WorkerState.FINISHED
+
+
+def test_the_end_of_an_own_loop_calls_nobody_back_that_has_finished() -> None:
+    run = Run(own_loop=True, iterations=10).start()
+    run.beat("W0_0", draining=True)
+    run.wait(30, "W0_1", "W1_0", "W1_1")
+    assert run.member("W0_0").state is WorkerState.FINISHED
+    run.close("W0_1")
+    run.exit("W1_1")
+    assert run.member("W0_0").state is run.member("W0_1").state is WorkerState.FINISHED
+    late = Run(own_loop=True, iterations=10).start()
+    late.beat("W0_0", "W1_1", draining=True)
+    late.wait(30, "W0_1", "W1_0")
+    late.exit("W1_1")
+    assert late.member("W0_0").state is WorkerState.FINISHED and late.opened[-1].failed == ("W0_0", "W1_1")
+
+
+def test_who_has_left_is_not_called_back_with_those_that_were_silent() -> None:
+    run = Run(iterations=10).start()
+    run.close("W0_1")
+    run.send(IterationsCommitted(10))
+    run.wait(30)
+    run.exit("W0_0")
+    assert run.opened[-1].failed == ("W0_0", "W0_1") and run.opened[-1].living == ("W1_0", "W1_1")
+
+
 def test_a_worker_that_its_launcher_sees_end_was_needed_until_the_job_is_over() -> None:
     """Its stage's final hash, say, which peers have too."""
     run = Run(iterations=10).start()

@@ -89,6 +89,13 @@ class Membership(RuleBasedStateMachine):
     def exit(self, worker: str) -> None:
         self.run_.exit(worker)
 
+    @rule(worker=name)
+    def close(self, worker: str) -> None:
+        before = self.run_.state
+        self.run_.close(worker)
+        if not before.pending:
+            assert not self.run_.state.halted or before.halted, "it is no failure"
+
     @rule(reporter=name, worker=name, generation=st.integers(0, 4))
     def transfer(self, reporter: str, worker: str, generation: int) -> None:
         self.run_.send(TransferBroken(reporter, self.current(reporter), worker, generation))

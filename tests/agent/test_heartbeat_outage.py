@@ -16,6 +16,7 @@ from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
     ClockReading,
+    Failures,
     Heartbeats,
     LogLines,
     Message,
@@ -107,6 +108,29 @@ class Recording(ConsoleClient):
     def get(self, path: str, reply: Any) -> Any:
         assert path == "/clock"
         return ClockReading(name=clock_name(), microseconds=0)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_that_a_process_leaves_is_the_last_that_is_said_of_it(refused: bool) -> None:
+    """Whatever is queued meanwhile; and nothing is said of one that has no place."""
+    client, status = Recording(come={"W0_0": "job_over"} if refused else {}), Status(phase="draining")
+    link = failure_report(Failure("transfer", Worker(0, 0), "W0_0-a", 1, "broke"))
+    left = failure_report(Failure("exit", Worker(0, 0), "W0_0-a"))
+    gathered: list[None] = []
+
+    def gather() -> None:
+        gathered.append(None)
+        reports.heard({"W0_0-a": ("W0_0", status.take())})
+        if len(gathered) == 2:
+            reports.failed(link)
+
+    reports = Turns(client, "job", interval=3600.0, fenced=lambda incarnation: None, gather=gather)
+    reports.turn = lambda seconds: reports.stop(left)
+    reports.add(registration("W0_0"))
+    reports.run()
+    said = [message.failures[0].cause for message in client.messages if isinstance(message, Failures)]
+    assert said == (["transfer"] if refused else ["transfer", "exit"])
+    assert refused or client.posted[-1] == "failures"
 
 
 Turn = Callable[[WorkerReports], None]

@@ -290,6 +290,30 @@ def test_a_loop_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("done", [True, False])
+def test_the_console_hears_at_once_that_a_loop_has_ended(tmp_path: Path, done: bool) -> None:
+    """It heard of it by a silence only, which here is none for an hour."""
+    with console(tmp_path, "--suspect", "3000", "--dead", "3600") as server:
+        fenced: list[str] = []
+        two = [lonely(server, worker=w, job=Job.uniform(2, 1, 2), on_fenced=lambda: fenced.append("")) for w in PAIR]
+        for one in two:
+            one.membership()
+        job_id = server.job_id()
+        ended = two[1]
+        ended.close(done=done)
+        ended.close(done=not done)
+        state = "finished" if done else "failed"
+        until(lambda: server.read(f"/jobs/{job_id}/workers")["workers"][1]["state"] == state, "the end of W1_0")
+        if done:
+            (row,) = server.read("/jobs")["jobs"]
+            assert (row["living"], row["generation"], row["state"]) == (1, 1, "starting")
+        else:
+            assert two[0].membership(60).workers == ("W0_0",)
+        two[0].close()
+        assert server.read(f"/jobs/{job_id}")["state"] == "finished" and not fenced
+
+
+@pytest.mark.processes
 def test_the_last_step_may_be_taken_alone_however_the_end_comes_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,6 +246,23 @@ def test_who_follows_generations_itself_is_told_which_are_not_its_own(console: C
     assert console.reports.register(job_id, [again]).before == {"W1_1": 1}
 
 
+def test_who_has_closed_stays_out_however_often_the_job_is_read_back(console: ConsoleService, store: Counting) -> None:
+    job = began(console, own_loop=True)
+    closed = ended("W1_0", "closed its reporter", cause="closed", reporter="W1_0")
+    assert not console.reports.failures(job.job_id, [closed]).refused
+    before = job.state
+    assert before.members["W1_0"].closed and before.generation == 1 and not before.pending
+    assert console.queries.list_jobs()[0].living == 5
+    again = ConsoleService(store)
+    try:
+        again.start()
+        assert again.jobs.find(job.job_id).state.members["W1_0"].closed
+        assert not again.reports.failures(job.job_id, [closed, ended("W1_1")]).refused
+        assert again.jobs.find(job.job_id).state.pending or again.jobs.find(job.job_id).state.generation == 2
+    finally:
+        again.close()
+
+
 def test_without_a_database_nothing_has_changed_and_all_is_to_be_sent_again(
     console: ConsoleService, store: Counting
 ) -> None:
