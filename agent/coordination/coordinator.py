@@ -539,7 +539,11 @@ def _end(state: State, event: Exited, now: float, dead: dict[str, str]) -> Trans
         return Transition(state, reason=f"{event.worker} was out already")
     if member.closed:
         return Transition(state, reason=f"{event.worker} has left already, with its work done")
-    if event.done:
+    if state.current is None and event.done:
+        # The first plan is made for all. To leave this worker out now would have the job wait for another one.
+        return Transition(state, reason=f"{event.worker} has left before the first plan")
+    # Once all iterations are recorded, all have reduced for the last step: who lacks that takes it alone.
+    if event.done or (state.own_loop and state.committed >= state.iterations):
         left = replace(member, state=FINISHED, incarnation=event.incarnation, generation=LEFT, acknowledged="")
         return Transition(state.with_member(left), reason=f"{event.worker} has left, with its work done")
     if member.state is FINISHED and not state.own_loop:

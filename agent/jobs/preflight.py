@@ -768,6 +768,10 @@ def _check_optimizer(
         if key not in tried:
             tried.add(key)
             kept.append(_try(workload, small, optimization))
+    if not any(groups.of for groups in made.values()) and any(p.requires_grad for mine in shapes for _, p in mine):
+        # Its steps would change nothing that is trained. A single stage may have nothing that it trains.
+        expected = "an optimizer of the parameters that the function is given"
+        raise InputError("optimizer", "an optimizer of none of them", expected)
     if movable:
         whole = [named for mine in shapes for named in mine]
         made["all layers in one stage"] = _make(workload, whole, optimization)
@@ -855,9 +859,6 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     names = {id(parameter): name for name, parameter in named}
     groups = optimizer.param_groups
     of = {names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names}
-    if not of and any(group["params"] for group in groups) and any(p.requires_grad for _, p in named):
-        # Its steps would change nothing that is trained.
-        raise InputError("optimizer", f"{text} on other parameters", "one on the parameters that the function is given")
     return _ParameterGroups(
         [{name: value for name, value in group.items() if name != "params"} for group in groups], of
     )

@@ -547,7 +547,7 @@ class FailureReport(Message):
     """Something broke.
 
     cause `exit`: the launcher saw the process of `worker` end, or an own loop has closed its reporter before its work
-    was done. `closed`: an own loop has done its work and closed its reporter, which is no failure: nothing follows.
+    was done. `closed`: an own loop has done its work and closed its reporter, which is no failure: others go on.
     `exception`: an op of a micro-batch raised in it, and all must connect anew with what the launcher decides about
     that micro-batch. `state-lost`: the state of its stage is lost, though workers of the stage live. `transfer`:
     `reporter` could not exchange data; then `worker` is the reporter's best guess, or itself. incarnation: of

@@ -318,7 +318,8 @@ class Reporter:
 
     def _has_last_step(self) -> bool:
         """Says whether this worker has taken the job's last step, which shows that all have reduced for theirs."""
-        return self._loop is not None and not self.fenced and self._loop.released == self._spec.iterations - 1
+        released = self._loop.released if self._loop is not None and not self.fenced else None
+        return released is not None and released >= self._spec.iterations - 1
 
     def _is_finished_by(self, deadline: float) -> bool:
         """Waits until somebody has told the console that the job is over, until `deadline` at most. Returns whether
@@ -377,8 +378,8 @@ class Reporter:
 
         The worker whose losses are shown tells the console that the job is done. If a death kept it from its last step,
         it waits to hear that: so one that has run the plan, and has taken that step, tells the console in its place.
-        The others tell it that they have finished. But one that has run the plan only in part leaves the others
-        waiting: unless the job ends meanwhile, they go on without it."""
+        The others tell it that they have finished; but of one that has run the plan only in part it hears nothing more,
+        and judges the silence."""
         if self._closing.is_set():
             return
         self._status.phase = "draining" if done else self._status.phase
@@ -397,19 +398,19 @@ class Reporter:
 
     def _last_report(self, done: bool, deadline: float) -> FailureReport | None:
         """Tells the console that the job is done where this worker has to. Returns what is to be said of this worker's
-        end; None: nothing, as the job is over."""
+        end. None: nothing. Then the job is over; or the console must not take the worker out for good, since the first
+        plan is still to come, or all may have stopped before the last iteration and the one that tells it is late."""
         cause: Literal["exit", "closed"] = "closed" if done else "exit"
+        if done and self._deployment is None:
+            return None
         if done and self._speaks_for_all():
-            if self._finish():
-                return None
-        elif done and self._ran_plan():
-            if self._is_finished_by(deadline):
-                return None
-            if not self._has_last_step():
-                cause = "exit"  # its peers wait for it
-            elif self._finish():
-                return None
-        detail = "closed its reporter" + (" before its work was done" if cause == "exit" else "")
+            told = self._finish()
+        else:
+            runs = done and self._ran_plan()
+            told = runs and (self._is_finished_by(deadline) or not self._has_last_step() or self._finish())
+        if told:
+            return None
+        detail = "closed its reporter" + ("" if done else " before its work was done")
         me = str(self._me)
         return FailureReport(worker=me, incarnation=self._incarnation, cause=cause, reporter=me, detail=detail)
 

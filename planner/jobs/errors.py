@@ -134,7 +134,9 @@ def in_user_code(frame: FrameType) -> bool:
 def where_raised(error: BaseException | None) -> str:
     """Returns where in the user's own code an error or its cause arose: `, at model.py:12 in forward`. "" if neither
     did."""
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # raise e from e
+        seen.add(id(error))
         frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__) if in_user_code(frame)]
         if frames:
             code, line = frames[-1]

@@ -5,8 +5,7 @@ or kind of the op, "before" or "after"] at which it gets `signal` (SIGKILL); `un
 this worker alone does not hear that all others have reduced; with `stands` it is stopped before they hear that it has;
 `hold`: [iteration, worker], before which it waits for the latter to be in the job; `measures`: its reductions have a
 measure; `stays`: a generation for which another worker has to wait before this one, which has done all iterations,
-closes its reporter; `quits`: an iteration before which it closes its reporter as if all were done, and ends no
-process, so that its connections stay.
+closes its reporter.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from openrecycle import Reporter
 from openrecycle.agent.examples.own_loop import ITERATIONS, JOB, build, train
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.own_loops import own_loop
-from openrecycle.agent.own_loops import reporter as reporter_module
 from openrecycle.agent.own_loops.own_loop import ScheduledOp
 from openrecycle.agent.transport.group import GivenGlooGroup, TransferError
 from openrecycle.planner.plans.plan import Plan
@@ -55,11 +53,6 @@ class FaultyReporter(Reporter):
         held, worker = self.fault.get("hold", [-1, ""])
         while iteration == held and worker not in self.living:
             time.sleep(0.05)
-        if iteration == self.fault.get("quits"):
-            reporter_module.CLOSE_SECONDS = 0.5
-            self.close()
-            say(closed=True)
-            signal.pause()
         ops = super().schedule(iteration)
         done = []
         for number, op in enumerate(ops):

@@ -596,6 +596,24 @@ def test_the_end_of_an_own_loop_calls_nobody_back_that_has_finished() -> None:
     assert late.member("W0_0").state is WorkerState.FINISHED and late.opened[-1].failed == ("W0_0", "W1_1")
 
 
+def test_who_leaves_before_the_first_plan_does_not_keep_the_others_from_it() -> None:
+    run = Run(own_loop=True)
+    run.plans = False
+    for name in run.names:
+        run.send(WorkerRegistered(name, f"{name}-1"))
+    run.close("W0_0")
+    run.send(PlanReady((), "all", "made"))
+    assert [generation.plan_fingerprint for generation in run.opened] == ["all"]
+
+
+def test_no_end_is_a_failure_once_all_iterations_are_done() -> None:
+    run = Run(own_loop=True, iterations=10).start()
+    run.send(IterationsCommitted(10))
+    run.close("W0_0")
+    run.exit("W0_1")
+    assert run.member("W0_1").state is WorkerState.FINISHED and len(run.opened) == 1 and not run.state.pending
+
+
 def test_who_has_left_is_not_called_back_with_those_that_were_silent() -> None:
     run = Run(iterations=10).start()
     run.close("W0_1")

@@ -148,19 +148,6 @@ def forwards(ops: list[str]) -> list[str]:
     return [op for op in ops if op.startswith("F")]
 
 
-@pytest.mark.processes
-def test_nobody_waits_for_one_that_has_closed_before_its_last_step(tmp_path: Path) -> None:
-    """They waited until its silence would have been judged, and then for a link to be blamed. Here that is an hour."""
-    slow = ("--suspect", "3000", "--dead", "3600")
-    with console(tmp_path, *slow) as server, loops(server, tmp_path, {"W1_0": {"quits": 7}}) as running:
-        closed = running.pop("W1_0")
-        for loop in running.values():
-            loop.check()
-        assert {"closed": True} in closed.said()
-        closed.process.kill()
-        closed.end()
-
-
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_a_step_that_others_took_is_taken_late(tmp_path: Path) -> None:
