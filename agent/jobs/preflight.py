@@ -770,8 +770,8 @@ def _check_optimizer(
             kept.append(_try(workload, small, optimization))
     if not any(groups.of for groups in made.values()) and any(p.requires_grad for mine in shapes for _, p in mine):
         # Its steps would change nothing that is trained. A single stage may have nothing that it trains.
-        expected = "an optimizer of the parameters that the function is given"
-        raise InputError("optimizer", "an optimizer of none of them", expected)
+        expected = "one of the parameters that the function is given"
+        raise InputError("optimizer", "an optimizer without the given parameters", expected)
     if movable:
         whole = [named for mine in shapes for named in mine]
         made["all layers in one stage"] = _make(workload, whole, optimization)

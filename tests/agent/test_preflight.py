@@ -96,7 +96,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)], "optimizer": wrong_jobs.thawing},
             ["optimizer: got", golden("one-whose-step-makes-parameters")],
         ),
-        ({"optimizer": wrong_jobs.for_another_model}, ["optimizer: got", "none"]),
+        ({"optimizer": wrong_jobs.for_another_model}, ["optimizer: got", "without"]),
         ({"optimizer": wrong_jobs.lbfgs}, ["optimizer: got 'LBFGS'", "no closure"]),
         ({"optimizer": wrong_jobs.no_optimizer}, ["optimizer: got 'NoneType'", "torch.optim.Optimizer"]),
         ({"optimizer": partial(torch.optim.SGD, rate=1)}, ["optimizer: got", "TypeError: ", "rate"]),
