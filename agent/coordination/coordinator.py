@@ -73,7 +73,7 @@ from openrecycle.agent.coordination.membership import (
     refuse,
     returned,
 )
-from openrecycle.agent.messages.protocol import WorkerState
+from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs import words
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
@@ -267,6 +267,10 @@ def _layers_stay(state: State, current: Generation, event: LayersMoved, now: flo
 
 
 def _finished(state: State, event: Finished, now: float, failure_timeouts: FailureTimeouts) -> Transition:
+    return _end_job(state, event)
+
+
+def _end_job(state: State, event: Finished) -> Transition:
     if state.over:
         return Transition(state, reason=f"the job is {state.over} already")
     present = PRESENT | {STARTING}
@@ -511,8 +515,11 @@ def all_exited(state: State, events: Iterable[Exited], now: float) -> tuple[Tran
 
 def _settled_without(before: State, state: State, reason: str, now: float) -> Transition:
     """Decides what follows when workers have left with their work done: nothing, unless a generation is about to open,
-    which must do without them, or workers that are back wait for them."""
+    which must do without them, or workers that are back wait for them. With the last of an own loop's workers the job
+    ends: the one that should say so may not have reached the console."""
     left = any(m.closed and not before.members[name].closed for name, m in state.members.items())
+    if left and state.own_loop and all(m.closed or m.state is FAILED for m in state.members.values()):
+        return _end_job(state, Finished(JobState.FINISHED, "all workers have closed their reporters"))
     if left and (state.pending or (state.settled and returned(state) and not lost_stages(state))):
         return reconsider(state, reason, [], now)
     return Transition(state, reason=reason)

@@ -227,7 +227,8 @@ def _let_choose(
 ) -> Transition:
     """Waits, in manual mode, until an operator has chosen or `choice_timeout` is over. Asks for no plan until then."""
     before = state.pending
-    if before is not None and before.until is not None and before.failed == pending.failed:
+    # The question is the same if those who are out in addition have left with their work done.
+    if before is not None and before.until is not None and lost == _lost_now(state, before):
         until = before.until
     else:
         until = now + state.choice_timeout

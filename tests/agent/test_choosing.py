@@ -190,6 +190,20 @@ def test_those_that_stood_by_come_back_with_the_worker_that_was_lost() -> None:
     assert coming_back(run.state) == (), "pipeline 1 stands by on"
 
 
+def test_who_leaves_with_its_work_done_gives_the_operator_no_more_time() -> None:
+    """Each worker that closed its reporter meanwhile started the wait anew."""
+    run = Run(3, 2, own_loop=True).start()
+    run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
+    run.exit("W0_0")
+    run.wait(20, *run.names)
+    asked = len(run.notes)
+    run.close("W1_1")
+    assert run.state.choosing and run.state.pending and run.state.pending.failed == ("W0_0", "W1_1")
+    assert len(run.notes) == asked
+    run.wait(10, *run.names)
+    assert run.opened[-1].failed == ("W0_0", "W1_1")
+
+
 def test_nobody_chooses() -> None:
     run = two_out(Mode.MANUAL)
     run.send(Offered(OUT, OFFER))

@@ -614,6 +614,24 @@ def test_no_end_is_a_failure_once_all_iterations_are_done() -> None:
     assert run.member("W0_1").state is WorkerState.FINISHED and len(run.opened) == 1 and not run.state.pending
 
 
+def test_an_own_loop_is_over_when_the_last_worker_has_left() -> None:
+    """The one that should say so may not have reached the console: the job was shown as running for ever."""
+    run = Run(own_loop=True).start()
+    for name in ("W0_0", "W0_1", "W1_0"):
+        run.close(name)
+        assert run.state.over is None
+    step = run.close("W1_1")
+    assert run.state.over is JobState.FINISHED and step.refusal is None
+    assert run.send(Finished(JobState.FINISHED)).state is run.state
+    some = Run(own_loop=True).start()
+    some.exit("W0_0")
+    for name in ("W0_1", "W1_0"):
+        some.close(name)
+    some.back("W0_0")
+    some.close("W1_1")
+    assert some.state.over is None, "one has come back, with work to do"
+
+
 def test_who_has_left_is_not_called_back_with_those_that_were_silent() -> None:
     run = Run(iterations=10).start()
     run.close("W0_1")
