@@ -132,17 +132,19 @@ def in_user_code(frame: FrameType) -> bool:
 
 
 def where_raised(error: BaseException | None) -> str:
-    """Returns where in the user's own code an error or its cause arose: `, at model.py:12 in forward`. "" if neither
-    did."""
-    seen = set[int]()
+    """Returns where in the user's own code an error or its cause arose: `, at model.py:12 in forward`. If all of that
+    code is in installed packages, as with a model of transformers, where it arose there. "" if neither did."""
+    seen, packaged = set[int](), ""
     while error is not None and id(error) not in seen:  # raise e from e
         seen.add(id(error))
-        frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__) if in_user_code(frame)]
-        if frames:
-            code, line = frames[-1]
-            return f", at {code.co_filename}:{line} in {code.co_name}"
+        for frame, line in reversed([*walk_tb(error.__traceback__)]):
+            if in_user_code(frame):
+                place = f", at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+                if "-packages" not in frame.f_code.co_filename:
+                    return place
+                packaged = packaged or place
         error = error.__cause__
-    return ""
+    return packaged
 
 
 def in_short(error: BaseException) -> BaseException:

@@ -6,11 +6,14 @@ import itertools
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -339,6 +342,23 @@ def test_an_exception_came_about_where_the_user_s_code_was_last() -> None:
     with pytest.raises(ValueError, match="bad") as raised:
         users["fail"]()
     assert describe_exception(raised.value) == "ValueError: bad, at /home/ada/queue.py:1 in fail"
+
+
+def test_the_place_is_in_the_own_code_rather_than_in_a_package_that_it_calls(tmp_path: Path) -> None:
+    """A layer that calls a package's attention with unfit data is what its author can mend."""
+    package = tmp_path / "site-packages" / "attention.py"
+    package.parent.mkdir()
+    package.write_text("def attend():\n    raise ValueError('heads')\n")
+    attend = runpy.run_path(str(package), run_name="attention")["attend"]
+    with pytest.raises(ValueError) as called:
+        attend_here(attend)
+    assert f", at {__file__}" in describe_exception(called.value)
+    alone = called.value.with_traceback(called.tb.tb_next.tb_next)
+    assert f", at {package}:2 in attend" in describe_exception(alone)
+
+
+def attend_here(attend: Callable[[], None]) -> None:
+    attend()
 
 
 @pytest.mark.processes
