@@ -96,11 +96,14 @@ def each_or_many(
 def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Transition:
     """Asks for a new generation if the membership calls for one. anew: asks even if the members stay the same."""
     restore = state.restoring or bool(state.pending and state.pending.restore)
-    current = state.current
+    current, lost = state.current, lost_stages(state) if state.current else []
+    if lost and current:
+        state = _call_back(state, current, lost, notes)
+        lost = lost_stages(state)
     if current is None:
         if state.tally.unready:
             return Transition(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
-    elif (lost := lost_stages(state)) and state.back_to and _present(state):
+    elif lost and state.back_to and _present(state):
         state, staffed = staff(state)
         restore = True
         moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in staffed]
@@ -124,6 +127,22 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     if not restore and (lost_now := _lost_now(state, pending)):
         return _let_choose(state, pending, lost_now, notes, now)
     return ask(state, pending, notes)
+
+
+def _call_back(state: State, current: Generation, lost: Collection[int], notes: list[Decision]) -> State:
+    """Keeps workers that were asked to leave if their stage has lost all others since. They still train as long as no
+    generation without them has opened, and their launcher has not been told."""
+
+    def has_state(member: Member) -> bool:
+        why = member.let_go
+        if why is None or not member.goes or member.stage not in lost or member.generation != current.number:
+            return False
+        return not why.stands_by or member.name not in current.joining
+
+    back = [m for m in state.members.values() if has_state(m)]
+    notes += [Note("warning", "recovery", f"{m.name} stays: no other has its stage {m.stage}", m.name) for m in back]
+    stay = {m.name: replace(m, state=RUNNING, detail="", leaving=False, let_go=None) for m in back}
+    return replace(state, members={**state.members, **stay}) if stay else state
 
 
 def _let_go_since(state: State) -> tuple[LetGo, ...]:

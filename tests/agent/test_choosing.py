@@ -383,6 +383,26 @@ def test_one_that_has_never_trained_and_stands_by_is_told_and_counts_until_it_ha
 # -- leaving ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_who_was_asked_to_leave_stays_if_its_stage_has_lost_all_others_since(checkpoints: bool) -> None:
+    """It trains until a generation without it opens. The job halted, or went back to a checkpoint, for nothing."""
+    run = Run(checkpoints=checkpoints).start()
+    run.plans = False
+    run.send(DrainAsked("W1_1", "ada"))
+    assert run.state.pending and run.state.pending.failed == ("W1_1",)
+    run.exit("W0_1")
+    run.send(PlanReady(("W0_1",), "without W0_1", "made"))
+    generation = run.opened[-1]
+    assert generation.living == ("W0_0", "W1_0", "W1_1") and not generation.joining and not generation.restore
+    assert told(generation) == ((), ("W0_1",)) and not run.state.halted
+    run.resume()
+    assert run.state.settled and run.member("W1_1").state is WorkerState.RUNNING
+    told_already = Run(checkpoints=checkpoints).start()
+    told_already.send(DrainAsked("W1_1", "ada"))
+    told_already.exit("W0_1")
+    assert checkpoints or told_already.state.halted, "its launcher may have ended it by now"
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_worker_that_is_asked_to_leave_is_out_without_a_failure(mode: Mode) -> None:
     run = Run(3, 2).start()

@@ -80,8 +80,8 @@ def test_a_newcomer_that_was_given_another_place_keeps_it_when_the_next_one_asks
 def test_who_moves_leaves_the_place_of_one_that_was_asked_to_leave_to_it() -> None:
     """It is still there, and is told to leave in order."""
     run = Run(3, 2, checkpoints=True).start()
-    run.plans = False
     run.send(DrainAsked("W0_1", "ada"))
+    run.plans = False
     run.exit("W1_1")
     run.exit("W2_1")
     assert run.state.pending is not None and run.state.pending.moves == (("W2_0", "W1_1"),)
