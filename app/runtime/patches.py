@@ -251,7 +251,8 @@ def make_round(*, whole: bool) -> int:
 # Streamlit notes for the browser's developer tools when each run of a page began and ended, and the browser keeps these
 # notes as long as the page is open: 170 MB in a week of one run a second. They are dropped once a minute.
 
-# The address of each page but the first (app/ui/main.py).
+# The name of the page without one in its address, and those of the others (app/ui/main.py).
+FIRST = "live"
 PAGES = ("schedule", "planner", "compare", "catalog", "simulate", "help")
 
 # The code that draws a page's elements, in the order in which they come: the beginnings of the names of Streamlit's
@@ -323,7 +324,7 @@ class PageBase:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.datastructures import MutableHeaders
-        from starlette.responses import Response
+        from starlette.responses import RedirectResponse, Response
 
         asks = scope["type"] == "http" and scope["method"] == "GET"
         if asks and self._waits and scope["path"].endswith(f"/static/js/{WAITS}"):
@@ -333,6 +334,11 @@ class PageBase:
             await self.app(scope, receive, send)
             return
         name = scope["path"].rstrip("/").rpartition("/")[2]
+        if name == FIRST:
+            query = scope["query_string"].decode("latin-1")
+            whole = ("../" if scope["path"].endswith("/") else "./") + (f"?{query}" if query else "")
+            await RedirectResponse(whole)(scope, receive, send)
+            return
         self._on_page(name)
         # Streamlit is to send the page whole and uncompressed, even if the browser's cache has it (without the
         # additions).

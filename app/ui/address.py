@@ -29,6 +29,7 @@ from streamlit.navigation.page import Page
 from openrecycle.app.charts.theme import CHART_CONFIG
 from openrecycle.app.charts.vega import ZOOM
 from openrecycle.app.plans.whatif import PARAMS
+from openrecycle.app.runtime.patches import FIRST
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -44,8 +45,6 @@ JOB = "job"
 # which are replaced when another job is chosen.
 CHOSEN, BEGAN_WITH = "chosen-job", "compare-began-with"
 _SHARED = (JOB, "show", "pipeline", "stage", "time", "figures")
-# The page whose address is empty.
-FIRST = "live"
 # The names that each page's address may have; `name*`: any name with that beginning. Every page may have JOB.
 NAMES: dict[str, tuple[str, ...]] = {
     "": (

@@ -87,6 +87,11 @@ def _catalog(console: ConsoleService, request: CatalogRequest, colours: Palette)
             "One plan per number of failures, for the stages where they cost least. Other failures are led there by "
             "migrations, or get the list scheduler's plan at once."
         )
+    if report.question.job.layers:
+        st.caption(
+            "A job goes on by these plans at once. Its layers can then move to other stages where that makes the "
+            "period shorter: Live shows the plan that follows."
+        )
     components.heading("The same in figures")
     st.html(rows_html(counts_table(report), "Figures by failures"))
     _plans(report)

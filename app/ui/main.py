@@ -7,7 +7,7 @@ from pathlib import Path
 import streamlit as st
 
 from openrecycle.app.console.leadership import standby_status
-from openrecycle.app.runtime.patches import PAGES
+from openrecycle.app.runtime.patches import FIRST, PAGES
 from openrecycle.app.ui import address, components, standby
 
 _LOGO = str(Path(__file__).resolve().parent / "assets" / "logo.svg")
@@ -16,7 +16,7 @@ st.set_page_config(page_title="OpenReCycle", page_icon=_LOGO, layout="wide", ini
 st.logo(_LOGO, size="medium")
 _standby_status = standby_status()
 _page = st.navigation(
-    [address.page(name) for name in (address.FIRST, *PAGES)],
+    [address.page(name) for name in (FIRST, *PAGES)],
     position="top" if _standby_status is None else "hidden",
 )
 if _standby_status is None:

@@ -163,3 +163,13 @@ def test_the_console_learns_which_page_is_asked_for() -> None:
         client.get(path, headers=BROWSER)
     client.get("/other", headers={"Accept": "*/*"})
     assert asked == ["", "simulate", "schedule"]
+
+
+@pytest.mark.parametrize(
+    ("path", "page"),
+    [("/live", "/"), ("/live?job=a&job=b%26", "/?job=a&job=b%26"), ("/base/live", "/base/"), ("/base/live/", "/base/")],
+)
+def test_the_first_page_is_found_by_its_name_too(client: TestClient, path: str, page: str) -> None:
+    """Streamlit said that it was not found, above the page itself."""
+    found = client.get(path, headers=BROWSER)
+    assert str(found.url).removeprefix(str(client.base_url)) == page and [r.status_code for r in found.history] == [307]
