@@ -32,7 +32,7 @@ from pydantic import (
     model_validator,
 )
 
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, PlannerError, named_in_documents
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique, Worker
 from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, job_doc
@@ -714,3 +714,24 @@ class ProblemDetails(Message):
     code: str
     detail: str
     field: str = ""
+
+
+class ConsoleError(Exception):
+    """A request that the console refuses. status: HTTP's (4xx, 5xx); code, field: as in ProblemDetails. said: what is
+    wrong; `detail` is the sentence, which begins with the field."""
+
+    def __init__(self, status: int, code: str, said: str, *, field: str = "") -> None:
+        self.status = status
+        self.code = code
+        self.field = field
+        self.said = said
+        self.detail = f"{field}: {said}" if field else said
+        super().__init__(self.detail)
+
+    @staticmethod
+    def invalid(error: PlannerError, field: str = "") -> ConsoleError:
+        """Makes the one (422) for what the planner refuses. field: in which it stands, where that is another."""
+        error = named_in_documents(error)
+        if field or not isinstance(error, InputError):
+            return ConsoleError(422, "invalid", str(error), field=field)
+        return ConsoleError(422, "invalid", error.said, field=error.field)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from openrecycle.agent.coordination.generations import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
-from openrecycle.app.runtime.processes import Channel, answered
+from openrecycle.app.runtime.processes import Channel
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
@@ -125,7 +125,7 @@ def read_recommendation(document: bytes) -> Recommendation:
 
 def serve(channel: Channel, request: AdviceRequest) -> None:
     """Answers one request, in the child."""
-    channel.say(answered(lambda: recommendation_document(request)))
+    channel.say(recommendation_document(request))
 
 
 def recommendation_document(asked: AdviceRequest) -> bytes:

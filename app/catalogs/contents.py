@@ -6,17 +6,16 @@ as it is made. The console stores them as they come, so that none is lost when t
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-from openrecycle.app.runtime.processes import Channel, unexpected
+from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, make_engine, most_failures, targets
-from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers, patterns
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, plan_name
@@ -362,33 +361,21 @@ class _Sending(MappedBlobs):
 
 
 def serve_filling(channel: Channel, request: CatalogRequest, stored: dict[str, bytes], processes: int) -> None:
-    """Fills a catalog, in the child: sends progress and plans, and then the end. See `read_message`."""
-    try:
-        question = request.question
-        _say(channel, done=0, total=0)
-        filled = fill(
-            question,
-            targets(question, request.tolerance),
-            _Sending(channel, stored),
-            engine=make_engine(processes),
-            effort=request.effort,
-            on_progress=lambda done, total: _say(channel, done=done, total=total),
-        )
-        _say(channel, finished=filled.finished, planned=filled.planned)
-    except PlannerError as error:
-        _say(channel, error=in_words(error))
-    except Exception as error:
-        _say(channel, error=unexpected(error))
+    """Fills a catalog, in the child: sends its progress as objects, and plans (see `read_stored`)."""
+    question = request.question
+    channel.say({"done": 0, "total": 0})
+    filled = fill(
+        question,
+        targets(question, request.tolerance),
+        _Sending(channel, stored),
+        engine=make_engine(processes),
+        effort=request.effort,
+        on_progress=lambda done, total: channel.say({"done": done, "total": total}),
+    )
+    channel.say({"planned": filled.planned})
 
 
-def read_message(data: bytes) -> dict[str, Any] | tuple[str, bytes]:
-    """Reads a message of `serve_filling`: progress or the end as a dict, or (name, stored plan)."""
-    if data[:1] == b"{":
-        message: dict[str, Any] = json.loads(data)
-        return message
-    name, _, blob = data.partition(b"\0")
+def read_stored(message: bytes) -> tuple[str, bytes]:
+    """Returns the name of a plan that the child sends, and the plan as it is stored."""
+    name, _, blob = message.partition(b"\0")
     return name.decode(), blob
-
-
-def _say(channel: Channel, **message: Any) -> None:
-    channel.say(json.dumps(message).encode())

@@ -12,7 +12,8 @@ import threading
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import structlog
@@ -25,13 +26,13 @@ from openrecycle.app.catalogs.contents import (
     CatalogSummary,
     Located,
     needed,
-    read_message,
+    read_stored,
     report,
     serve_filling,
     summary,
 )
-from openrecycle.app.runtime.errors import ConsoleError, damaged_plan, invalid, starting, storing
-from openrecycle.app.runtime.processes import ChildEnded, Children, PendingAnswer
+from openrecycle.app.runtime.errors import ConsoleError, damaged_plan, invalid, storing
+from openrecycle.app.runtime.processes import Children, PendingAnswer
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import CatalogInfo, StoredCatalog, folder_files
 from openrecycle.planner.jobs.errors import PlannerError
@@ -304,8 +305,7 @@ class Catalogs:
                 raise ConsoleError(
                     409, "busy", f"{MAX_FILLING} catalogs are being filled; wait for one of them, or cancel it"
                 )
-            with starting():
-                asked = self._children.begin(request, dict(stored), self._processes)
+            asked = self._children.begin(request, dict(stored), self._processes)
             filling = self._fillings[info.fingerprint] = Filling(request, info.fingerprint, asked)
             self._fillings.move_to_end(info.fingerprint)
             for old in [f for f, made in self._fillings.items() if not made.running][:-MAX_KEPT]:
@@ -341,7 +341,7 @@ class Catalogs:
             filling.again_at = None
             try:
                 stored = self.blobs(info.fingerprint)
-                with self._lock, starting():
+                with self._lock:
                     if filling.given_up.is_set():
                         break
                     filling.asked = self._children.begin(filling.request, dict(stored), self._processes)
@@ -355,42 +355,43 @@ class Catalogs:
                 filling.state, filling.why = outcome, why
 
     def _taken(self, info: CatalogInfo, filling: Filling, asked: PendingAnswer) -> tuple[str, str, bool]:
-        """Stores the plans that the process sends, until it reports that it is done, or has died. Returns the outcome,
-        why it failed, and whether it may succeed when it is begun again."""
-        outcome, why, passing = "", "", True
-        messages = asked.messages()
+        """Stores the plans that the process sends, until it is done or has died. Returns the outcome, why it failed,
+        and whether it may succeed when it is begun again."""
         try:
-            while not outcome:
-                batch: dict[str, bytes] = {}
-                while not outcome and len(batch) < BATCH:
-                    try:
-                        message = read_message(next(messages))
-                    except (ChildEnded, StopIteration):  # plans that came before are kept
-                        outcome, why, passing = "failed", "the planning process ended too soon", True
-                        break
-                    if isinstance(message, tuple):
-                        batch[message[0]] = message[1]
+            with closing(self._batches(filling, asked)) as batches:
+                for batch in batches:
+                    self._save(info, batch)
+                    self.on_plans(info.question, sorted(batch))
+            return "done", "", False
+        except ConsoleError as error:
+            return "failed", str(error), error.status == 503
+        except Exception:
+            log.exception("a catalog could not be filled", catalog=info.fingerprint)
+            return "failed", "the plans could not be stored; the console's log says more", True
+
+    def _batches(self, filling: Filling, asked: PendingAnswer) -> Generator[dict[str, bytes]]:
+        """Yields the plans that the process sends, all of them before an error is raised."""
+        batch: dict[str, bytes] = {}
+        why: ConsoleError | None = None
+        with closing(asked.messages()) as messages:
+            try:
+                for message in messages:
+                    if isinstance(message, bytes):
+                        name, batch[name] = read_stored(message)
                     else:
                         filling.done = message.get("done", filling.done)
                         filling.total = message.get("total", filling.total)
                         filling.planned = message.get("planned", filling.planned)
-                        why = message.get("error", "")
-                        passing = False
-                        outcome = "failed" if why else "done" if "finished" in message else ""
                     filling.seconds = time.monotonic() - filling.began_at
-                    if not asked.waiting():
-                        break
-                if batch:
-                    self._save(info, batch)
-                    self.on_plans(info.question, sorted(batch))
-        except ConsoleError as error:
-            outcome, why, passing = "failed", str(error), True
-        except Exception:
-            log.exception("a catalog could not be filled", catalog=info.fingerprint)
-            outcome, why, passing = "failed", "the plans could not be stored; the console's log says more", True
-        finally:
-            messages.close()
-        return outcome, why, passing
+                    if batch and (len(batch) >= BATCH or not asked.waiting()):
+                        yield batch
+                        batch = {}
+            except ConsoleError as error:
+                why = error
+            if batch:
+                yield batch
+        if why is not None:
+            raise why
 
     # -- details ----------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import IterationAsRun
 from openrecycle.app.runtime.errors import ConsoleError, named, storing, unavailable, unknown_job
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, Seldom
+from openrecycle.app.runtime.processes import Channel, Children, Seldom
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
@@ -894,29 +894,23 @@ class Histories:
         out = _temporary()
         try:
             out.unlink()
-            if not await self._run(job_id, str(out), audit):
-                raise unknown_job(job_id)
+            await self._run(job_id, str(out), audit)
         except BaseException:
             for left in out.parent.glob(f"{out.name}*"):  # also the part that a killed child had written
                 left.unlink(missing_ok=True)
             raise
         return out
 
-    async def _run(self, job_id: str, out: str, audit: bool) -> bool:
-        """Exports in a child. Returns whether the job exists."""
+    async def _run(self, job_id: str, out: str, audit: bool) -> None:
+        """Exports in a child."""
         with storing():  # the child opens the database anew, and must find the same file
             self._database.check_file()
+        url = self._database.url.render_as_string(hide_password=False)
+        asked = await asyncio.to_thread(self._children.begin, url, job_id, out, audit)
         try:
-            url = self._database.url.render_as_string(hide_password=False)
-            asked = await asyncio.to_thread(self._children.begin, url, job_id, out, audit)
-            try:
-                answer = await asyncio.to_thread(lambda: b"".join(asked.messages()))
-            finally:
-                asked.end()  # the request may have been cancelled, so that nobody reads the rest
-        except ChildEnded as ended:
-            log.error("work on a history failed", reason=str(ended))
-            raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
-        return bool(json.loads(answer))
+            await asyncio.to_thread(lambda: list(asked.messages()))
+        finally:
+            asked.end()  # the request may have been cancelled, so that nobody reads the rest
 
     # -- away -----------------------------------------------------------------------------------
 
@@ -973,13 +967,15 @@ class Histories:
 
 
 def work(channel: Channel, url: str, job_id: str, out: str, audit: bool) -> None:
-    """Exports a job to a file, in a child. Sends as JSON whether there is such a job."""
+    """Exports a job to a file, in a child. Raises ConsoleError."""
     database = Database(url)
     try:
-        found = export(database, job_id, Path(out), audit=audit) is not None
+        with storing():
+            found = export(database, job_id, Path(out), audit=audit)
     finally:
         database.close()
-    channel.say(json.dumps(found).encode())
+    if found is None:
+        raise unknown_job(job_id)
 
 
 def _temporary() -> Path:

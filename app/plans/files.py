@@ -28,8 +28,8 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.runtime.errors import BODY, ConsoleError, bounded, invalid, malformed, starting
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
+from openrecycle.app.runtime.errors import BODY, ConsoleError, bounded, invalid, malformed
+from openrecycle.app.runtime.processes import Channel, Children
 from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo, folder_files
 from openrecycle.planner.catalogs.catalog_build import most_failures
 from openrecycle.planner.check import check, further
@@ -123,7 +123,7 @@ class Uploads:
     def read(self, body: bytes) -> ReadPlan | PlanToSave:
         """Reads the body of POST /plans: returns the plan in it, or the id of a solve.
 
-        Raises ConsoleError: 422 if it has no valid plan, 429 if too many wait, 503 if the process has ended early.
+        Raises ConsoleError: 422 if it has no valid plan, 429 if too many wait, and ChildEnded.
         """
         with self._lock:
             if self._waiting > self._most_waiting:
@@ -131,21 +131,11 @@ class Uploads:
                 raise ConsoleError(429, "too_many", detail)
             self._waiting += 1
         try:
-            with starting():
-                answered = self._children.ask(body, timeout=TIMEOUT)
-        except ChildEnded:
-            detail = "the process that read the plan ended before it was done; perhaps memory was not enough"
-            raise ConsoleError(503, "unavailable", detail) from None
+            head, *document = self._children.ask(body, timeout=TIMEOUT)
         finally:
             with self._lock:
                 self._waiting -= 1
-        head, _, rest = answered.partition(b"\n")
-        said = json.loads(head)
-        if why := said.get("wrong"):
-            raise ConsoleError(422, "invalid", why, field=said["field"])
-        if "solve" in said:
-            return PlanToSave(name=said["name"], solve=said["solve"])
-        return ReadPlan(said["name"], said["fingerprint"], said["summary"], rest)
+        return ReadPlan(**head, packed=document[0]) if document else PlanToSave(**head)
 
     def begin(self, name: str, document: bytes, keep: Callable[[ReadPlan], str]) -> Reading:
         """Reads the Plan document of a file in a thread of its own, and keeps the plan under the file's name.
@@ -188,34 +178,25 @@ def of_file(error: ConsoleError, before: int) -> str:
 def read_upload(channel: Channel, body: bytes) -> None:
     """Reads one upload, in the child."""
     gc.disable()  # rounds would search a million lists again and again, and the process ends soon
-    channel.say(answer(body))
+    for message in answer(body):
+        channel.say(message)
 
 
-def answer(body: bytes) -> bytes:
-    """Returns a line of JSON: {"wrong", "field"}, {"name", "solve"}, or the fields of a ReadPlan, whose packed
-    form follows as bytes."""
+def answer(body: bytes) -> list[bytes | dict[str, Any]]:
+    """Returns the fields of a PlanToSave, or those of a ReadPlan and its packed form. Raises ConsoleError."""
     try:
         size = len(body)
         containers, fields = max(MOST_CONTAINERS, size // CONTAINER_BYTES), max(MOST_FIELDS, size // FIELD_BYTES)
         bounded(body, containers=containers, fields=fields)
         message = PlanToSave.model_validate_json(body)
-    except ConsoleError as error:
-        return _no_plan(error)
     except ValidationError as error:
-        return _no_plan(malformed(error.errors(include_url=False)))  # type: ignore[arg-type]
-    except MemoryError:
-        return _no_plan(ConsoleError(422, "invalid", "it takes more memory than there is", field="plan"))
+        raise malformed(error.errors(include_url=False)) from None  # type: ignore[arg-type]
     if wrong := message.wrong:
-        return _no_plan(wrong)
+        raise wrong
     plan = message.plan
     if plan is None:
-        return json.dumps({"name": message.name, "solve": message.solve}).encode()
-    head = {"name": message.name, "fingerprint": plan.fingerprint, "summary": summary_of(plan)}
-    return json.dumps(head).encode() + b"\n" + packed(plan)
-
-
-def _no_plan(error: ConsoleError) -> bytes:
-    return json.dumps({"wrong": error.said, "field": error.field}).encode()
+        return [{"name": message.name, "solve": message.solve}]
+    return [{"name": message.name, "fingerprint": plan.fingerprint, "summary": summary_of(plan)}, packed(plan)]
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:
@@ -531,34 +512,18 @@ def _made(
 
 def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
     spec = export.spec.model_dump_json() if export.spec else ""
-    data, catalog = packed(export.plan), _part(export, name)
-    try:
-        with starting():
-            said = _CHILDREN.ask(
-                data, export.name, spec, catalog, name, pipeline, timeout=CHILD_SECONDS, wait=CHILD_SECONDS
-            )
-    except TimeoutError:
-        raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute") from None
-    except ChildEnded as ended:
-        if ended.late:
-            late = f"the file was not done after {CHILD_SECONDS:.0f} s; use the CLI"
-            raise ConsoleError(413, "too_large", late) from None
-        raise ConsoleError(503, "unavailable", "the export was ended before it was done") from None
-    file, why = read_answer(said)
-    if file is None:
-        raise ConsoleError(422, _NOT_IN_THIS, why)
+    question = packed(export.plan), export.name, spec, _part(export, name), name, pipeline
+    file: bytes
+    (file,) = _CHILDREN.ask(*question, timeout=CHILD_SECONDS, wait=CHILD_SECONDS)
     return file
 
 
 def make_file(
     channel: Channel, data: bytes, called: str, spec: str, catalog: CatalogPart, name: str, pipeline: int | None
 ) -> None:
-    """Makes a file, in the child: sends it, or the reason why there is none."""
-    try:
-        parsed = JobSpec.model_validate_json(spec) if spec else None
-        channel.say(made(_made(unpack(data), called, parsed, catalog, name, pipeline)))
-    except ConsoleError as error:
-        channel.say(why_not(error.detail))
+    """Makes a file, in the child."""
+    parsed = JobSpec.model_validate_json(spec) if spec else None
+    channel.say(_made(unpack(data), called, parsed, catalog, name, pipeline))
 
 
-_CHILDREN = Children(make_file, name="export", most=2)
+_CHILDREN = Children(make_file, name="export", most=2, instead="use the command line")

@@ -7,19 +7,18 @@ for the next simulation with all plans that it has made, so that a change of the
 from __future__ import annotations
 
 import functools
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.runtime.errors import first_wrong
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, unexpected
-from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
+from openrecycle.app.runtime.errors import ConsoleError, first_wrong
+from openrecycle.app.runtime.processes import Channel, Children, PendingAnswer
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, count_ops
 from openrecycle.planner.layers.migration import LEAST_UNIT, MOST_UNIT
 from openrecycle.planner.plans.plan import JobDoc
@@ -113,16 +112,10 @@ class Simulation:
         """Notes that a page still shows it."""
         self.watched[page] = time.monotonic()
 
-    def take(self, message: bytes | None) -> None:
-        """Takes a message of the child; None: there will be no more."""
+    def take(self, said: Mapping[str, Any]) -> None:
+        """Takes a message of the child."""
         if self.done:
             return
-        if message is None:
-            self.error = "the simulation was ended before it was done"
-            self.done = True
-            self.first.set()
-            return
-        said = json.loads(message)
         if "living" in said:
             self.living, self.refused = said["living"], said["refused"]
         if "row" in said:
@@ -131,9 +124,13 @@ class Simulation:
         if "mtbf" in said:
             self.mtbf, self.rates = said["mtbf"], said["rates"]
             self.crossings = [Crossing(**crossing) for crossing in said["crossings"]]
-        self.error = said.get("error", "")
-        self.done = said.get("done", False) or bool(self.error)
-        if self.rows or self.done:
+        if self.rows:
+            self.first.set()
+
+    def end(self, error: str = "") -> None:
+        """Notes that there will be no more messages."""
+        if not self.done:
+            self.error, self.done = error, True
             self.first.set()
 
     @property
@@ -197,7 +194,7 @@ class Simulations:
             self._end(self._kept.pop(simulation.request))
 
     def _end(self, simulation: Simulation) -> None:
-        simulation.take(None)
+        simulation.end("the simulation was ended before it was done")
         if simulation.asked is not None and simulation.request.ops <= QUICK_OPS:
             simulation.asked.stop()
         elif simulation.asked is not None:
@@ -208,9 +205,9 @@ def _follow(simulation: Simulation, asked: PendingAnswer) -> None:
     try:
         for message in asked.messages():
             simulation.take(message)
-    except ChildEnded:
-        pass  # the last `take` below reports it
-    simulation.take(None)
+        simulation.end()
+    except ConsoleError as error:
+        simulation.end(error.detail)
 
 
 class Simulator:
@@ -221,24 +218,17 @@ class Simulator:
         for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
             """Run a small one now, since the first one imports modules."""
 
-    def answer(self, request: SimulationRequest, wanted: Callable[[], bool]) -> Iterator[bytes]:
-        """Yields one message per policy, one for the sweep, and the end."""
-        try:
-            for message in run(request, lambda job, samples, unit: self._plan(job, samples, unit, wanted)):
-                yield json.dumps(message).encode()
-            yield b'{"done": true}'
-        except Unwanted:
-            return
-        except PlannerError as error:
-            yield json.dumps({"error": in_words(error)}).encode()
-        except Exception as error:
-            yield json.dumps({"error": unexpected(error, "the simulation")}).encode()
+    def answer(self, channel: Channel, request: SimulationRequest) -> None:
+        """Sends one message per policy, and one for the sweep."""
+        for message in run(request, lambda job, samples, unit: self._plan(job, samples, unit, channel.check)):
+            channel.say(message)
+            channel.check()
 
-    def _plan(self, job: Job, samples: float, unit: float | None, wanted: Callable[[], bool]) -> PlannedJob:
+    def _plan(self, job: Job, samples: float, unit: float | None, check: Callable[[], object]) -> PlannedJob:
         planned = self._planned.get((job, samples, unit))
         if planned is None:
             planned = self._planned[job, samples, unit] = _WantedJob(_evened(job), samples=samples, unit_seconds=unit)
-        planned.wanted = wanted
+        planned.check = check
         return planned
 
 
@@ -250,40 +240,29 @@ def simulator() -> Simulator:
 
 def answer(channel: Channel, request: SimulationRequest) -> None:
     """Answers one request, in the child."""
-    for message in simulator().answer(request, channel.wanted):
-        channel.say(message)
-        if not channel.wanted():
-            return
-
-
-class Unwanted(Exception):
-    """Raised when the answer is not wanted any more."""
+    simulator().answer(channel, request)
 
 
 class _WantedJob(PlannedJob):
-    """A PlannedJob that raises Unwanted in place of making a plan that nobody wants any more: one may take a second."""
+    """A PlannedJob that calls `check` before it makes a plan, which may take a second: it raises Unwanted."""
 
-    wanted: Callable[[], bool] = staticmethod(lambda: True)
+    check: Callable[[], object]
 
     def rerouted(self, failures: int) -> Rate | None:
-        self._check()
+        self.check()
         return super().rerouted(failures)
 
     def fewer_pipelines(self, pipelines: int) -> Rate | None:
-        self._check()
+        self.check()
         return super().fewer_pipelines(pipelines)
 
     def with_depth(self, stages: int, workers: int) -> Rate | None:
-        self._check()
+        self.check()
         return super().with_depth(stages, workers)
 
     def templates(self, workers: int) -> Rate | None:
-        self._check()
+        self.check()
         return super().templates(workers)
-
-    def _check(self) -> None:
-        if not self.wanted():
-            raise Unwanted
 
 
 def _planned(job: Job, samples: float, unit: float | None) -> PlannedJob:

@@ -11,7 +11,6 @@ once, and the rest wait in order. Stopping one keeps its best plan so far.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import threading
 import time
@@ -25,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.app.catalogs.contents import Located
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, answered, unexpected
+from openrecycle.app.runtime.processes import Channel, Children, PendingAnswer
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
@@ -182,7 +181,7 @@ def read_plan(document: bytes) -> Plan:
 
 def serve_at_once(channel: Channel, request: PlanAsked | Located) -> None:
     """Answers one request, in the child."""
-    channel.say(answered(lambda: packed(_plan(request))))
+    channel.say(packed(_plan(request)))
 
 
 def _plan(request: PlanAsked | Located) -> Plan:
@@ -235,7 +234,7 @@ class Making:
         self._answers: LRUCache[str, Answer] = LRUCache(
             ANSWERED_OPS, lambda answer: min(max(answer.ops, LEAST_ANSWERED), MOST_ANSWERED)
         )
-        self._maker = plan_maker("plans on the spot")
+        self._maker = plan_maker("page-planning")
         self._started = False
 
     def get(self, job: JobDoc, failed: tuple[str, ...], technique: Technique, memory: str) -> Answer:
@@ -275,38 +274,21 @@ class Making:
 
 # The child reports at most this many points a second, beside one for each better plan.
 POINTS_PER_SECOND = 10
-# Marks a message that is a packed plan; all other messages are JSON objects.
-PLAN = b"+"
 
 
 def serve(channel: Channel, request: Request) -> None:
-    """Answers one request, in the child: sends points of progress, then the result, or a sentence about its failure."""
-
-    def report(point: Any) -> None:
-        channel.say(json.dumps({"point": point}).encode())
-
-    try:
-        channel.say(answer(request, report, channel.wanted))
-    except PlannerError as error:
-        _say_why(channel, in_words(error))
-    except MemoryError:
-        _say_why(channel, "this machine has too little memory for a plan of this size")
-    except Exception as error:
-        _say_why(channel, unexpected(error))
+    """Answers one request, in the child: sends points of progress, then the result."""
+    channel.say(answer(request, lambda point: channel.say({"point": point}), channel.wanted))
 
 
-def _say_why(channel: Channel, sentence: str) -> None:
-    channel.say(json.dumps({"error": sentence}).encode())
-
-
-def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
-    """Returns the result's message: {"migrations": document} as JSON, or PLAN and the packed plan.
+def answer(request: Request, report: Callable[[Any], object], wanted: Callable[[], bool]) -> bytes | dict[str, Any]:
+    """Returns the result's message: {"migrations": document}, or the packed plan.
 
     report: called with (seconds, incumbent, bound, solver), the middle two in the job's time unit. wanted: says whether
     to go on. Raises PlannerError."""
     request.check()  # a page may ask for what has just been typed, before anybody has looked at it
     if isinstance(request, MigrationsAsked):
-        return json.dumps({"migrations": _migrations(request).model_dump()}).encode()
+        return {"migrations": _migrations(request).model_dump()}
     begin = time.monotonic()
     layout = request.layout()
     problem = request.problem() if layout is None else layout.problem
@@ -332,7 +314,7 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
     )
     metrics = checked(plan).metrics
     report((round(time.monotonic() - begin, 4), metrics.period, metrics.lower_bound, plan.solver.name))
-    return PLAN + packed(plan)
+    return packed(plan)
 
 
 def _migrations(request: MigrationsAsked) -> Migrations:
@@ -424,7 +406,7 @@ class Solves:
         on_made: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self._most, self._most_waiting, self._stop_grace, self._kept_ops = running, waiting, stop_grace, kept_ops
-        self._children = Children(work, name="solve")
+        self._children = Children(work, name="planning")
         self._on_made = on_made
         self._lock = threading.RLock()
         self._solves: dict[str, Solve] = {}
@@ -502,8 +484,8 @@ class Solves:
         # A search that lasts longer than its time limit is stopped, and ends with its best plan so far.
         try:
             solve.child = self._children.begin(solve.request, timeout=solve.request.timeout, grace=self._stop_grace)
-        except OSError as error:
-            self._over(solve, f"no planning process can be had ({error.strerror or error})")
+        except ConsoleError as error:
+            self._over(solve, error.detail)
             return
         solve.state, solve.begun = "running", time.monotonic()
         threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()
@@ -511,41 +493,30 @@ class Solves:
     def _collect(self, solve: Solve, child: PendingAnswer) -> None:
         """Takes the child's messages until it is done, has died, or takes too long; runs in a thread of its own."""
         try:
-            for data in child.messages():
-                if data[:1] == PLAN:
-                    self._take_plan(solve, data[1:])
-                else:
-                    self._take(solve, json.loads(data))
+            for message in child.messages():
+                self._take(solve, message)
                 if solve.over:
                     return
-            raise ChildEnded
-        except ChildEnded as ended:
-            if ended.late:
-                why = "did not stop, and was ended; it left no plan"
-            else:
-                why = "ended before it was done" + (f" ({ended})" if ended.exitcode is not None else "")
-                why += "; perhaps the machine's memory was not enough" if ended.killed else ""
-            self._over(solve, f"the planning process {why}")
+            raise EOFError
+        except ConsoleError as error:
+            self._over(solve, error.detail)
         except Exception as error:
             log.exception("what a planning process said can't be read")
             self._over(solve, f"what the planning process said can't be read ({type(error).__name__})")
 
-    def _take(self, solve: Solve, message: dict[str, object]) -> None:
+    def _take(self, solve: Solve, message: object) -> None:
         match message:
+            case bytes():
+                solve.plan = read_plan(message)
+                self._on_made(solve.plan)
+                self._over(solve)
             case {"point": [float() | int() as elapsed, incumbent, bound, str(solver)]}:
                 _add(solve.points, Point(elapsed, incumbent, bound, solver))  # type: ignore[arg-type]
             case {"migrations": document}:
                 solve.migrations = Migrations.model_validate(document)
                 self._over(solve)
-            case {"error": str(sentence)}:
-                self._over(solve, sentence)
             case _:
-                raise ValueError(f"unknown message {sorted(message)}")
-
-    def _take_plan(self, solve: Solve, document: bytes) -> None:
-        solve.plan = read_plan(document)
-        self._on_made(solve.plan)
-        self._over(solve)
+                raise ValueError("unknown message")
 
     def _over(self, solve: Solve, error: str = "") -> None:
         with self._lock:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from openrecycle.agent.messages.protocol import UNKNOWN_PLAN
-from openrecycle.planner.jobs.errors import InputError, PlannerError, named_in_documents
+from openrecycle.agent.messages.protocol import ConsoleError as ConsoleError
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import DuplicateKey, refuse_duplicates
 
@@ -34,30 +35,11 @@ _GONE = re.compile(
 )
 
 
-class ConsoleError(Exception):
-    """A request that the console refuses. status: HTTP's (4xx, 503); code, field: for programs, as in
-    agent.messages.protocol.ProblemDetails. said: what is wrong; `detail` is the sentence, which begins with the field.
-    """
-
-    def __init__(self, status: int, code: str, said: str, *, field: str = "") -> None:
-        self.status = status
-        self.code = code
-        self.field = field
-        self.said = said
-        self.detail = f"{field}: {said}" if field else said
-        super().__init__(self.detail)
+invalid = ConsoleError.invalid
 
 
 class SettingsError(Exception):
     """Raised when the console can't start with its settings. `str(error)` is one sentence for the user."""
-
-
-def invalid(error: PlannerError, field: str = "") -> ConsoleError:
-    """Makes the ConsoleError (422) for what the planner refuses. field: in which it stands, where that is another."""
-    error = named_in_documents(error)
-    if field or not isinstance(error, InputError):
-        return ConsoleError(422, "invalid", str(error), field=field)
-    return ConsoleError(422, "invalid", error.said, field=error.field)
 
 
 def unknown_job(job_id: str) -> ConsoleError:
@@ -146,17 +128,6 @@ def system_fails(error: OSError) -> ConsoleError:
     """Makes the ConsoleError for a machine that is short of processes, open files, memory or disk."""
     why = error.strerror or str(error) or type(error).__name__
     return ConsoleError(503, "unavailable", f"the console's machine can't do this now ({why}); try again")
-
-
-@contextmanager
-def starting() -> Iterator[None]:
-    """Turns the OSError of a process that can't be started into a ConsoleError (503)."""
-    try:
-        yield
-    except TimeoutError:  # the process has started, but takes long
-        raise
-    except OSError as error:
-        raise system_fails(error) from error
 
 
 def plain(text: str) -> str:

@@ -3,12 +3,13 @@
 A child answers one question after the other, each with a stream of messages. It is forked from a server that has most
 of its imports, and none of the state that Streamlit leaves in the console's process. It leads a process group of its
 own, so that processes which it starts end with it, and it ends with its parent, however that ends. A question is any
-tuple that can be pickled; messages are bytes. Nothing from a child is unpickled, since it may have read what somebody
-sent.
+tuple that can be pickled. A message is bytes or a JSON object; an error that ends the answer is raised here too, as
+ConsoleError. Nothing from a child is unpickled, since it may have read what somebody sent.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -19,21 +20,22 @@ import sys
 import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
 from typing import Any, TextIO
 
 import structlog
 
+from openrecycle.agent.messages.protocol import ConsoleError
 from openrecycle.forking import end_with_parent, start_server
-from openrecycle.planner.jobs.errors import PlannerError, in_words
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import printable
 
 log = structlog.get_logger()
@@ -138,6 +140,10 @@ children that need them."""
 
 # -- the child ---------------------------------------------------------------------------------
 
+# The first byte of what a child sends: bytes follow, or an error as JSON. A JSON object is sent as it is, and an empty
+# message at the end of an answer.
+_BYTES, _ERROR = b"+", b"-"
+
 
 class Channel:
     """The child's end of the pipe. Thread-safe: solvers report from threads of their own."""
@@ -145,11 +151,14 @@ class Channel:
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
 
-    def say(self, message: bytes) -> None:
-        """Sends one message of the answer, not empty."""
+    def say(self, message: bytes | Mapping[str, Any]) -> None:
+        """Sends one message of the answer: bytes, or an object for JSON."""
+        self.send(_BYTES + message if isinstance(message, bytes) else json.dumps(message).encode())
+
+    def send(self, encoded: bytes) -> None:
         with self._lock:
             try:
-                self._pipe.send_bytes(message)
+                self._pipe.send_bytes(encoded)
             except OSError:
                 os._exit(0)  # the console has gone
 
@@ -157,9 +166,20 @@ class Channel:
         """Says whether the console still wants (more of) the answer."""
         return not self._pipe.poll()
 
+    def check(self) -> None:
+        """Raises Unwanted when the console does not want more."""
+        if not self.wanted():
+            raise Unwanted
+
+
+class Unwanted(Exception):
+    """Ends work whose answer is not wanted any more."""
+
 
 Work = Callable[..., None]
-"""Called in the child with its Channel and the question's parts. A function of a module, which the child imports."""
+"""Called in the child with its Channel and the question's parts. A function of a module, which the child imports. What
+it raises is raised where the console reads the answer: ConsoleError as it is, PlannerError as a ConsoleError (422), and
+all else as one that says what failed; then the process ends."""
 
 
 def _serve(pipe: Connection, work: Work, setup: Callable[[], object] | None, memory: int | None) -> None:
@@ -182,10 +202,28 @@ def _serve(pipe: Connection, work: Work, setup: Callable[[], object] | None, mem
                 continue
             try:
                 work(channel, *pickle.loads(question))
-            except Exception:
-                log.exception("work in a child process failed")
-                return
-            channel.say(b"")
+            except Unwanted:
+                pass
+            except Exception as error:
+                why = _refusal(error)
+                channel.send(_ERROR + json.dumps([why.status, why.code, why.said, why.field]).encode())
+                if not isinstance(error, ConsoleError | PlannerError):
+                    return
+            channel.send(b"")
+
+
+def _refusal(error: Exception) -> ConsoleError:
+    """Makes what the console raises for an error of the work."""
+    if isinstance(error, ConsoleError):
+        return error
+    if isinstance(error, PlannerError):
+        return ConsoleError.invalid(error)
+    name = current_process().name
+    log.error("work in a child process failed", process=name, exc_info=error)
+    if isinstance(error, MemoryError):
+        return ConsoleError(413, "too_large", f"the {name} process would need more memory than there is")
+    said = f"the {name} process failed ({type(error).__name__}); the console's log says more"
+    return ConsoleError(500, "internal", said)
 
 
 def _limit_memory(more: int) -> None:
@@ -194,42 +232,6 @@ def _limit_memory(more: int) -> None:
     with suppress(OSError, ValueError):  # the system does not tell how much it has, or has a lower limit
         has = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (has + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-
-# The first byte of an answer: a result follows, or the reason why there is none. So no large document has to be wrapped
-# into another.
-_MADE, _WHY = b"+", b"-"
-
-
-def made(data: bytes) -> bytes:
-    """In the child: encodes a result for `read_answer`."""
-    return _MADE + data
-
-
-def why_not(sentence: str) -> bytes:
-    """In the child: encodes for `read_answer` why there is no result."""
-    return _WHY + sentence.encode()
-
-
-def read_answer(data: bytes) -> tuple[bytes | None, str]:
-    """Decodes an answer: (result, "") or (None, why there is none)."""
-    return (data[1:], "") if data[:1] == _MADE else (None, data[1:].decode())
-
-
-def answered(make: Callable[[], bytes]) -> bytes:
-    """In the child: encodes for `read_answer` what `make` returns, or its error. make: may raise PlannerError."""
-    try:
-        return made(make())
-    except PlannerError as error:
-        return why_not(in_words(error))
-    except Exception as error:
-        return why_not(unexpected(error))
-
-
-def unexpected(error: Exception, who: str = "the planner") -> str:
-    """In the child: logs an error that is a fault of the console's own code, and returns a sentence about it."""
-    log.exception(f"{who} failed", exc_info=error)
-    return f"{who} failed ({type(error).__name__}); the console's log says more"
 
 
 # -- the console -------------------------------------------------------------------------------
@@ -245,18 +247,38 @@ _UNKNOWN = 255
 """The exit status that Python reports if the server that a process was forked from is gone; the process may live."""
 
 
-class ChildEnded(Exception):
-    """Raised when a process ended before its answer was whole. late: it took too long, and was ended. exitcode: its
-    exit status if it ended by itself, if known (below 0: minus the signal's number)."""
+class ChildEnded(ConsoleError):
+    """Raised when no process could be started for a question, or the process ended before its answer was whole. The
+    sentence says so of the process called `name`.
 
-    def __init__(self, *, late: bool = False, exitcode: int | None = None) -> None:
-        super().__init__("it took too long" if late else f"exit status {exitcode}")
-        self.late, self.exitcode = late, exitcode
+    missing: why none could be started. late: seconds after which it was ended, since it took too long; instead: what a
+    person may do then. exitcode: its exit status if it ended by itself, if known (below 0: minus the signal's number).
+    """
 
-    @property
-    def killed(self) -> bool:
-        """Whether it was killed by SIGKILL, perhaps by the system for want of memory."""
-        return self.exitcode == -signal.SIGKILL
+    def __init__(
+        self,
+        name: str,
+        *,
+        missing: OSError | None = None,
+        late: float | None = None,
+        instead: str = "",
+        exitcode: int | None = None,
+    ) -> None:
+        self.missing, self.late, self.exitcode = missing is not None, late is not None, exitcode
+        status, code = 503, "unavailable"
+        if missing is not None:
+            said = f"can't be started ({missing.strerror or missing}); try again"
+        elif late is not None:
+            status, code = 413, "too_large"
+            said = f"was not done after {round(late, 1):g} s, and was ended" + (f"; {instead}" if instead else "")
+        else:
+            said = "ended before it was done" + ("" if exitcode is None else f" (exit status {exitcode})")
+            said += "; perhaps memory was not enough" if exitcode in _SHORT_OF_MEMORY else ""
+        super().__init__(status, code, f"the {name} process {said}")
+
+
+_SHORT_OF_MEMORY = (-signal.SIGKILL, -signal.SIGABRT)
+"""How the system ends a process that takes too much memory, and how Rust does."""
 
 
 @dataclass(eq=False)
@@ -299,9 +321,10 @@ class PendingAnswer:
     def process(self) -> BaseProcess:
         return self.child.process
 
-    def messages(self) -> Generator[bytes]:
-        """Sends the question and yields the messages of the answer, for one reader. Raises ChildEnded. If the reader
-        stops before the end, the process is ended."""
+    def messages(self) -> Generator[Any]:
+        """Sends the question and yields the messages of the answer, for one reader: bytes, or a dict for a JSON object.
+        Raises ConsoleError for what the work raised, and ChildEnded. If the reader stops before the end, the process is
+        ended."""
         while True:
             child = self.child
             with child.turn:
@@ -309,8 +332,9 @@ class PendingAnswer:
                     yield from self._answer(child)
                     return
 
-    def _answer(self, child: _Child) -> Generator[bytes]:
+    def _answer(self, child: _Child) -> Generator[Any]:
         whole = False
+        why: ConsoleError | None = None
         begin = time.monotonic()
         try:
             child.pipe.send_bytes(pickle.dumps(self._question))
@@ -323,17 +347,23 @@ class PendingAnswer:
                     if time.monotonic() < limit:
                         continue
                     if self.stopped is not None:
-                        raise ChildEnded(late=True)
+                        raise self._children.ended(late=time.monotonic() - begin)
                     self.stop()
-                elif message := child.pipe.recv_bytes():
-                    yield message
-                else:
+                elif not (message := child.pipe.recv_bytes()):
                     whole = True
-                    return
+                    break
+                elif message[:1] == _ERROR:
+                    status, code, said, field = json.loads(message[1:])
+                    why = ConsoleError(status, code, said, field=field)
+                else:
+                    yield message[1:] if message[:1] == _BYTES else json.loads(message)
         except (EOFError, OSError):
-            raise ChildEnded(exitcode=child.process.exitcode if child.ended(5) else None) from None
+            exitcode = child.process.exitcode if child.ended(5) else None
+            raise why or self._children.ended(exitcode=exitcode) from None
         finally:
             self._children._rest(self, whole=whole)
+        if why is not None:
+            raise why
 
     def ended(self, timeout: float = 0.0) -> bool:
         """Says whether its process ends within `timeout` seconds."""
@@ -374,10 +404,10 @@ class PendingAnswer:
 class Children:
     """The processes for one kind of work, one for each question at a time. Thread-safe.
 
-    work: see Work. setup: called once in each process, before its first question. keep: seconds for which one idle
-    process is kept; 0: each ends after its answer. most: how many questions `ask` has answered at a time; None: any
-    number. memory: bytes that a process may take beyond what it begins with. nested: its processes start processes
-    themselves.
+    work: see Work. name: of its processes, for the system and for people: `planning`. setup: called once in each
+    process, before its first question. keep: seconds for which one idle process is kept; 0: each ends after its answer.
+    most: how many questions `ask` has answered at a time; None: any number. memory: bytes that a process may take
+    beyond what it begins with. nested: its processes start processes themselves. instead: see ChildEnded.
     """
 
     def __init__(
@@ -390,9 +420,10 @@ class Children:
         most: int | None = None,
         memory: int | None = None,
         nested: bool = False,
+        instead: str = "",
     ) -> None:
         self._work, self._name, self._setup = work, name, setup
-        self._keep, self._memory, self._nested = keep, memory, nested
+        self._keep, self._memory, self._nested, self._instead = keep, memory, nested, instead
         self._places = None if most is None else threading.BoundedSemaphore(most)
         self._lock = threading.RLock()
         self._children: list[_Child] = []
@@ -407,17 +438,20 @@ class Children:
 
     def begin(self, *question: Any, timeout: float | None = None, grace: float = 0.0) -> PendingAnswer:
         """Assigns a question to a process; it is sent when the caller reads `messages`. timeout: seconds after which
-        the answer is stopped; grace: seconds after that until the process is killed. Raises ChildEnded after
-        `close`."""
+        the answer is stopped; grace: seconds after that until the process is killed. Raises ChildEnded if none can be
+        started, and after `close`."""
         with self._lock:
             if self._closed:
-                raise ChildEnded
+                raise self.ended()
             for child in [child for child in self._children if not child.asked and child.ended()]:
                 self._drop(child)
             alive = [child for child in self._children if not child.ended()]
             # A process that was told to stop will be free in a moment, and has its imports already.
             free = (c for c in alive if not c.asked or (self._keep and len(c.asked) == 1 and c.asked[0].stopped))
-            child = min(free, key=lambda c: len(c.asked), default=None) or self._begin()
+            try:
+                child = min(free, key=lambda c: len(c.asked), default=None) or self._begin()
+            except OSError as error:
+                raise self.ended(missing=error) from error
             asked = PendingAnswer(self, child, question, timeout, grace)
             self._give(child, asked)
             return asked
@@ -427,13 +461,16 @@ class Children:
         child.asked.append(asked)
         child.uses += 1
 
-    def ask(self, *question: Any, timeout: float | None = None, wait: float | None = None) -> bytes:
-        """Returns the whole answer, its messages joined. wait: seconds to wait while `most` others are answered; None:
-        any time. Raises ChildEnded, and TimeoutError after that wait."""
+    def ended(self, **how: Any) -> ChildEnded:
+        return ChildEnded(self._name, instead=self._instead, **how)
+
+    def ask(self, *question: Any, timeout: float | None = None, wait: float | None = None) -> list[Any]:
+        """Returns the whole answer (see PendingAnswer.messages). wait: seconds to wait while `most` others are
+        answered; None: any time. Raises ConsoleError, also after that wait."""
         if self._places is not None and not self._places.acquire(timeout=wait):
-            raise TimeoutError
+            raise ConsoleError(503, "unavailable", f"all {self._name} processes are busy; try again in a minute")
         try:
-            return b"".join(self.begin(*question, timeout=timeout).messages())
+            return list(self.begin(*question, timeout=timeout).messages())
         finally:
             if self._places is not None:
                 self._places.release()

@@ -18,7 +18,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, read_answer
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 
 log = structlog.get_logger()
 
@@ -48,8 +49,8 @@ class TaskQueue(Generic[Made]):
     """Owns the child process, and a thread that passes requests to it and calls their `done`, one after the other.
     Thread-safe.
 
-    serve: what the child does with a request (see processes.answered). read: parses its answer. timeout: seconds that
-    the work may take; None: any. on_made: called before `done` with each result that was newly made, and not just
+    serve: what the child does with a request; it says one message, which `read` parses. timeout: seconds that the work
+    may take; None: any. on_made: called before `done` with each result that was newly made, and not just
     looked up.
     """
 
@@ -134,22 +135,20 @@ class TaskQueue(Generic[Made]):
 
     def _solve(self, task: QueuedRequest) -> tuple[Made | None, str]:
         attempts = 0
-        while attempts < _ATTEMPTS and not self._stopping:
+        while not self._stopping:
             try:
-                made, why = read_answer(self._children.ask(task.request, timeout=self._timeout))
+                (made,) = self._children.ask(task.request, timeout=self._timeout)
             except ChildEnded as ended:
-                if ended.late:
-                    return None, f"it took more than {self._timeout:g} s"
-                if self._stopping:
-                    return None, "the console is stopping"
-                log.warning("the planning process died; starting another", job=task.owner)
+                if ended.missing:  # the system is short of processes or files; the request still needs its answer
+                    log.warning("a request waits for a process", job=task.owner, reason=ended.detail)
+                    time.sleep(_TRY_AGAIN_SECONDS)
+                    continue
                 attempts += 1
-                continue
-            except OSError as error:  # the system is short of processes or files; the request still needs its answer
-                log.warning("the planning process can't be started; trying again", job=task.owner, reason=str(error))
-                time.sleep(_TRY_AGAIN_SECONDS)
-                continue
-            if made is None:
-                return None, why
-            return self._read(made), ""
-        return None, "the planning process died over it"
+                if ended.late or attempts == _ATTEMPTS:
+                    return None, ended.detail
+                log.warning("a request is tried again", job=task.owner, reason=ended.detail)
+            except ConsoleError as refused:
+                return None, refused.detail
+            else:
+                return self._read(made), ""
+        return None, "the console is stopping"

@@ -408,7 +408,7 @@ def test_what_moved_layers_cost_is_measured() -> None:
 def test_advice_that_takes_too_long_is_given_up() -> None:
     recommendation, why = ask(job=job_doc(Job.uniform(32, 32, 64)), failed=("W1_2",), timeout=0.5)
     assert recommendation is None
-    assert why == golden("it-took-more-than-0")
+    assert golden("was-not-done-after") in why
 
 
 def test_what_can_not_be_advised_is_a_sentence() -> None:

@@ -15,7 +15,7 @@ from ui_factory import plan
 
 from openrecycle.app.api import plans
 from openrecycle.app.plans.files import Uploads, answer
-from openrecycle.app.runtime.errors import BODY, MOST_LARGE, PLAN_MIB, invalid
+from openrecycle.app.runtime.errors import BODY, MOST_LARGE, PLAN_MIB, ConsoleError, invalid
 from openrecycle.app.security.guard import LARGE_BODY, BodyLimit
 from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.errors import InputError
@@ -185,11 +185,14 @@ def test_a_large_upload_is_read_in_a_process_of_its_own(client: TestClient, monk
         data = json.dumps(document).encode()
         monkeypatch.setattr(plans, "LARGE", 10**9)
         here = client.post(f"{API}/plans", content=data, headers={"Content-Type": "application/json"})
-        there = json.loads(answer(data))
-        assert (there["field"], f"{there['field']}: {there['wrong']}") == (here.json()["field"], here.json()["detail"])
-    there = json.loads(answer(b'["x"]'))
-    assert (there["field"], there["wrong"]) == (BODY, "got ['x'], expected an object")
-    assert json.loads(answer(b"{" * 9))["field"] == BODY
+        with pytest.raises(ConsoleError) as there:
+            answer(data)
+        assert (there.value.field, there.value.detail) == (here.json()["field"], here.json()["detail"])
+    with console_refuses("invalid", BODY) as there:
+        answer(b'["x"]')
+    assert there.value.said == "got ['x'], expected an object"
+    with console_refuses("invalid", BODY):
+        answer(b"{" * 9)
 
 
 def large_document(pipelines: int) -> bytes:
@@ -215,8 +218,8 @@ def test_a_large_plan_that_breaks_a_rule_is_refused_in_words() -> None:
     document = json.loads(large_document(8))
     op = document["workers"]["W3_3"][5]
     op["start"] -= 0.5
-    said = json.loads(answer(json.dumps({"name": "x", "plan": document}).encode()))
-    assert said["field"] == "plan"
+    with console_refuses("invalid", "plan"):
+        answer(json.dumps({"name": "x", "plan": document}).encode())
 
 
 def test_few_bodies_of_many_megabytes_are_held_at_once() -> None:

@@ -158,7 +158,7 @@ def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs
     until(lambda: bool(store.catalog_blobs(filling.fingerprint).names()), "a plan is made")
     assert filling.asked is not None
     filling.asked.process.kill()
-    assert golden("ended-too-soon") in ended(filling).why
+    assert golden("ended-before-it-was-done") in ended(filling).why
     assert filling.state == "failed"
     assert store.catalog_blobs(filling.fingerprint).names()
 
@@ -194,7 +194,7 @@ def test_a_filling_that_can_not_succeed_is_not_begun_again(store: Store, monkeyp
 
 def says_it_failed(channel: Channel, *_: object) -> None:
     """The child."""
-    channel.say(b'{"error": "no"}')
+    raise InputError("tolerance", 1, "less")
 
 
 @pytest.mark.processes
@@ -347,7 +347,7 @@ def test_an_export_holds_every_plan(catalogs: Catalogs, tmp_path: Path) -> None:
 
 def says_and_dies(channel: Channel, request: CatalogRequest, *_: object) -> None:
     """The child."""
-    channel.say(b'{"done": 0, "total": 3}')
+    channel.say({"done": 0, "total": 3})
     channel.say(plan_name(frozenset()).encode() + b"\0" + pack(make(request), Effort(solver="list")))
     os.kill(os.getpid(), signal.SIGKILL)
 

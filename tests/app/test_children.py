@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -14,8 +15,10 @@ from types import ModuleType
 
 import pytest
 
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.patches import begin_without_pages
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 
 pytestmark = pytest.mark.processes
 
@@ -39,24 +42,23 @@ def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypa
     monkeypatch.setitem(sys.modules, "__main__", page)
     monkeypatch.syspath_prepend(str(PAGES))
     begin_without_pages()
-    found, in_path, streamlit = Children(tell, name="tell").ask(timeout=TIMEOUT).decode().split()
+    (said,) = Children(tell, name="tell").ask(timeout=TIMEOUT)
+    found, in_path, streamlit = said.decode().split()
     assert Path(found).resolve() == PAGES.parents[1] / "planner" / "jobs" / "errors.py"
     assert (in_path, streamlit) == ("False", "False")
 
 
 def hungry(channel: Channel, size: int) -> None:
     """The child: takes as much memory as it is asked to."""
-    try:
-        channel.say(b"%d" % len(bytearray(size)))
-    except MemoryError:
-        channel.say(b"no more")
+    channel.say(b"%d" % len(bytearray(size)))
 
 
 @pytest.mark.processes
 def test_a_child_takes_no_more_memory_than_it_may() -> None:
     children = Children(hungry, name="hungry", memory=256 << 20)
-    assert children.ask(64 << 20, timeout=TIMEOUT) == b"%d" % (64 << 20)
-    assert children.ask(512 << 20, timeout=TIMEOUT) == b"no more"
+    assert children.ask(64 << 20, timeout=TIMEOUT) == [b"%d" % (64 << 20)]
+    with pytest.raises(ConsoleError, match="memory"):
+        children.ask(512 << 20, timeout=TIMEOUT)
 
 
 def count(channel: Channel, to: int) -> None:
@@ -90,7 +92,7 @@ def test_all_who_wait_for_a_process_see_it_end() -> None:
             assert all(future.result() for future in seen)
             with pytest.raises(ChildEnded) as told:
                 list(asked.messages())
-            assert told.value.killed
+            assert told.value.exitcode == -signal.SIGKILL
     children.close()
 
 
@@ -168,18 +170,71 @@ def test_a_question_behind_one_that_is_stopped_too_late_has_another_process(clos
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("question", "killed"), [(-1, True), (0, False)])
-def test_one_that_dies_or_fails_says_so_and_the_next_question_has_another(question: int, killed: bool) -> None:
+@pytest.mark.parametrize(("question", "code", "died"), [(-1, "unavailable", True), (0, "internal", False)])
+def test_one_that_dies_or_fails_says_so_and_the_next_question_has_another(question: int, code: str, died: bool) -> None:
     children = Children(count, name="counting", keep=TIMEOUT)
     asked = children.begin(question)
-    with pytest.raises(ChildEnded) as error:
+    with pytest.raises(ConsoleError, match="counting") as error:
         list(asked.messages())
-    assert (error.value.late, error.value.killed) == (False, killed)
+    assert error.value.code == code and isinstance(error.value, ChildEnded) == died
+    assert not died or ("memory" in error.value.detail and not error.value.late)  # type: ignore[attr-defined]
     assert ended(asked)
     assert len(list(children.begin(1).messages())) == 1
     children.close()
     with pytest.raises(ChildEnded):
         children.begin(1)
+
+
+REFUSALS = {
+    "console": ConsoleError(404, "unknown_job", "there is none", field="job"),
+    "planner": InputError("--fail", "W9", "a worker"),
+    "infeasible": InfeasibleError("no room", "more of it"),
+}
+
+
+def say_all(channel: Channel, error: str) -> None:
+    """The child: says a message of each kind, and then raises the error if there is one."""
+    channel.say({"text": "-", "number": math.inf})
+    channel.say(b"-{}")
+    channel.say(b"")
+    if error:
+        raise REFUSALS[error]
+    channel.check()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("error", "status", "code", "field"),
+    [
+        ("console", 404, "unknown_job", "job"),
+        ("planner", 422, "invalid", "failed"),
+        ("infeasible", 422, "invalid", ""),
+    ],
+)
+def test_what_the_work_raises_is_raised_where_the_answer_is_read(
+    error: str, status: int, code: str, field: str
+) -> None:
+    children = Children(say_all, name="saying", keep=TIMEOUT)
+    said = [{"text": "-", "number": math.inf}, b"-{}", b""]
+    asked, heard = children.begin(error), []
+    with pytest.raises(ConsoleError) as refused:
+        heard.extend(asked.messages())
+    why = refused.value
+    assert (why.status, why.code, why.field) == (status, code, field) and not isinstance(why, ChildEnded)
+    after = children.begin("")
+    assert list(after.messages()) == said == heard
+    assert after.process is asked.process, "it is at no fault"
+    children.close()
+
+
+@pytest.mark.processes
+def test_work_that_nobody_wants_any_more_just_ends() -> None:
+    children = Children(say_all, name="saying", keep=TIMEOUT)
+    asked = children.begin("", grace=TIMEOUT)
+    asked.stop()
+    assert len(list(asked.messages())) == 3
+    assert children.begin("").process is asked.process
+    children.close()
 
 
 def deaf(channel: Channel) -> None:
@@ -226,7 +281,7 @@ def test_no_more_than_so_many_at_a_time() -> None:
     taken.start()
     while not any(process.name == "deaf" for process in active_children()):
         time.sleep(0.01)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(ConsoleError, match="busy"):
         children.ask(wait=0.0)
     children.close()
     taken.join(TIMEOUT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import signal
 import time
@@ -16,6 +15,7 @@ from ui_console import console_refuses, until
 
 from openrecycle.app.plans import solving
 from openrecycle.app.plans.solving import MigrationsAsked, PlanAsked, Solve, Solves, answer
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
@@ -62,7 +62,7 @@ def overtime(channel: Channel, document: bytes) -> None:
     """A search that heeds no time limit, and ends when it is told to."""
     while channel.wanted():
         time.sleep(0.01)
-    channel.say(b'{"error": "told to end"}')
+    raise ConsoleError(422, "invalid", "told to end")
 
 
 def test_a_search_ends_when_its_time_is_over(make: Callable[..., Solves]) -> None:
@@ -153,7 +153,7 @@ def test_a_process_that_dies_or_does_not_stop_is_told_of(make: Callable[..., Sol
     dies.child.process.kill()
     assert golden("ended-before-it-was-done-exit") in ended(dies).error
     solves.stop(hangs.id)
-    assert golden("did-not-stop-and-was") in ended(hangs).error
+    assert golden("was-not-done-after") in ended(hangs).error
     # Its own thread waits for it as well, and of two who do one is told nothing: so by its number.
     pid = hangs.child.process.pid
     until(lambda: not Path(f"/proc/{pid}").exists(), "it is gone")
@@ -168,7 +168,7 @@ def test_migrations_that_help_are_found(make: Callable[..., Solves]) -> None:
     assert found.failed == ["W1_2", "W1_3"]
     # A stage without a living peer has no plan; a migration gives it one, from the last checkpoint.
     all_dead = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2", "W2_2"), memory="none")
-    made = json.loads(answer(all_dead, print, lambda: True))["migrations"]
+    made = answer(all_dead, print, lambda: True)["migrations"]
     assert made["period_now"] is None and made["migrations"][0]["source"] is None
 
 
@@ -184,15 +184,15 @@ def test_migrations_are_of_the_layers_that_the_plan_has() -> None:
 
     choices: list[dict[str, object]] = [{"partition": (12, 12, 8, 12)}, {"over": "partitions"}]
     for layers in choices:
-        found = json.loads(answer(asked(**layers), print, lambda: True))["migrations"]
+        found = answer(asked(**layers), print, lambda: True)["migrations"]
         assert found["period_now"] == period(layers, ["W0_2", "W1_2"]), "it is compared with the plan without them"
         assert found["period"] == period(layers, found["failed"]) < found["period_now"]
     # A pause longer than what is left until the repair is not worth it, whatever becomes of the layers.
     dear = asked(over="partitions", state_bytes=10**9, bandwidth=1e9, heals_in=0.5)
-    assert json.loads(answer(dear, print, lambda: True))["migrations"]["migrations"] == []
+    assert answer(dear, print, lambda: True)["migrations"]["migrations"] == []
     # A stage without a living worker has no plan, and a migration gives it one.
     dead = asked(over="partitions").model_copy(update={"failed": ("W0_2", "W1_2", "W2_2")})
-    found = json.loads(answer(dead, print, lambda: True))["migrations"]
+    found = answer(dead, print, lambda: True)["migrations"]
     assert found["period_now"] is None and found["migrations"][0]["source"] is None
 
 
@@ -201,18 +201,18 @@ def test_copies_cost_what_the_profile_or_the_request_says() -> None:
         update={"profiles": tuple(p.model_copy(update={"weight_bytes": 4 * 10**9}) for p in SMALL.profiles)}
     )
     asked = MigrationsAsked(job=heavy, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, heals_in=1)
-    found = json.loads(answer(asked, print, lambda: True))["migrations"]
+    found = answer(asked, print, lambda: True)["migrations"]
     assert golden("leave-the-2-failures-where") in found["reason"]
     free = asked.model_copy(update={"state_bytes": 0})
-    assert json.loads(answer(free, print, lambda: True))["migrations"]["pause"] == 0
-    assert json.loads(answer(free, print, lambda: True))["migrations"]["migrations"]
+    assert answer(free, print, lambda: True)["migrations"]["pause"] == 0
+    assert answer(free, print, lambda: True)["migrations"]["migrations"]
     asked = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, state_bytes=5 * 10**9)
-    assert json.loads(answer(asked, print, lambda: True))["migrations"]["pause"] == 5.0
+    assert answer(asked, print, lambda: True)["migrations"]["pause"] == 5.0
     derived: dict[str, object] = {"profiles": (), "transfers": (), "backward_transfers": ()}
     layer = LayerProfile(weight_bytes=10**9)  # the stages' profiles follow from those of layers, and are in no document
     layered = job_doc(Job(3, 4, 6, layers=(layer,) * 8)).model_copy(update=derived)
     asked = MigrationsAsked(job=layered, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9)
-    assert json.loads(answer(asked, print, lambda: True))["migrations"]["pause"] == 2.0
+    assert answer(asked, print, lambda: True)["migrations"]["pause"] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ class NotToBeHad:
         self.none = True
 
     def __call__(self, channel: Channel, request: object) -> None:
-        channel.say(b'{"error": "was asked"}')
+        raise ConsoleError(422, "invalid", "was asked")
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         if self.none:  # as it is sent to the process that is to begin

@@ -281,7 +281,7 @@ def test_a_job_whose_change_can_not_be_stored_is_not_read_back_at_every_tick(
 def test_a_machine_that_has_no_process_left_is_said_in_words(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_left(self: Children, *question: object, **limits: object) -> None:
+    def none_left(self: Children) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     console = ConsoleService(Store(database))
@@ -289,7 +289,7 @@ def test_a_machine_that_has_no_process_left_is_said_in_words(
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost/api/v1/")
         job = job_doc(Job.uniform(2, 2, 2)).model_dump(mode="json")
-        monkeypatch.setattr(Children, "begin", none_left)
+        monkeypatch.setattr(Children, "_begin", none_left)
         created = asked.post("jobs", json=SPEC)
         assert created.status_code == 201, "plans are made when they are needed"
         history = f"jobs/{created.json()['job_id']}/history.zip"
