@@ -17,54 +17,80 @@ Measured on two cores with Python 3.11 and Streamlit 1.67; under load is with 2,
 - Streamlit's files are sent in one piece. To open a page for the first time takes the console 0.19 s of processor time,
   else 0.29 s; where other programs keep both cores busy (load 22 to 53), its picture is seen after 2.8 s, else 5.4 s.
 
-What else changes the platform, or uses private names of it, where, and for which version:
+What else changes the platform, or uses private names of it, where, and for which version. Most of it is there to be
+right, not to be fast: then "Else" says what would be wrong. tests/app/test_import_walls.py refuses what is not listed.
 
-openrecycle.fork_server     Python 3.11 (multiprocessing's fork server)
+openrecycle.fork_server     Python 3.11 (multiprocessing's fork server: `os.fork`, `gc.disable`, `gc.freeze`,
+                            `sys._getframe`)
     Gives: no garbage collection while the server imports, and what it has imported is frozen: 0.3 s of processor time
     and 150 MB for each worker. A fork that fails does not end the server.
     Not needed once tests/agent/test_fork_server.py passes without it.
-openrecycle.forking         Python 3.11 (multiprocessing's fork server)
+openrecycle.forking         Python 3.11 (multiprocessing's fork server: `_forkserver`, `_forkserver_pid`,
+                            `_forkserver_authkey`)
     Gives: of two threads that wait for a process both see its exit status; a forked process uses the server it is from.
-    It is right or wrong, not faster: there is no figure.
+    Else the second is told 255, and a forked process starts a server of its own.
     Not needed once tests/app/test_children.py (all who wait see it end) and test_fork_server.py pass without it.
 openrecycle.scratch         Python 3.11 (`_config` of the current process: where multiprocessing puts its sockets)
-    Gives: what a killed process leaves is removed by the next one. It is right or wrong: there is no figure.
+    Gives: what a killed process leaves is removed by the next one. Else it stays, and fills the disk.
     Not needed once multiprocessing takes a folder in public; tests/agent/test_fork_server.py fails where it changes.
-openrecycle.cli             Python 3.11 (thresholds of garbage collection, for every command)
-    Gives: torch is imported in five sixths of the time.
-    Not needed once `python -m tests.benchmarks.bench_start` is as fast without it.
+openrecycle.cli             Python 3.11 (`gc.set_threshold` for every command; `gc.freeze` when it ends)
+    Gives: torch is imported in five sixths of the time; a command that has imported it ends after 0.15 s of processor
+    time, else 0.65 s.
+    Not needed once `python -m tests.benchmarks.bench_start` is as fast without the first, and Python makes no
+    collection when it ends.
 planner.output              Typer 0.29 (the base of its errors by name; how an option reads a number)
-    Gives: a wrong command line is one sentence, and a number is digits: not 1_000, nor digits of other scripts. No
-    figure: it is what people read.
+    Gives: a wrong command line is one sentence, and a number is digits. Else it is a box of several lines or a
+    traceback, and 1_000 and digits of other scripts are numbers.
     Not needed once Typer exports that base, and refuses such numbers: tests/app/test_command_lines.py is to pass.
+agent.messages.client       Python 3.11 (`sys.stdout` and `sys.stderr`, while code of users is called)
+agent.workers.worker        Python 3.11 (`sys.stdout` and `sys.stderr`, as long as the worker runs)
+    Gives: printing raises nothing where output is closed or full, and a console gets what workers print. Else the
+    user's code fails where it prints, and its micro-batch is blamed.
+    Not needed once Python has a stream that drops what it can't write; tests/agent/test_log_tail.py.
+agent.workers.worker        glibc (`mallopt`)
+    Gives: freed memory is kept for the next step. Else it is taken page by page, a fifth of an iteration.
+    Not needed once an iteration of `python -m tests.benchmarks.bench_sums` is as fast without it.
+agent.transport.communicator  Linux (`resource.setrlimit`)
+    Gives: the store of a generation has as many open files as the system allows. Else some hundred workers, which have
+    several connections each, can't form where a process may have 1,024.
+    Not needed where systems allow more without being asked.
+app.runtime.processes       Linux (`resource.setrlimit`, in child processes that read what people send)
+    Gives: a document that would take too much memory is refused. Else the system ends some process of its choice.
+    Not needed once parsers have such a limit: tests/app/test_children.py.
 app.server                  Streamlit 1.67 (`config._main_script_path`)
     Gives: app/.streamlit/config.toml is read, before st.App is made, which would look beside app/ui/main.py for it.
-    No figure: without it pages have Streamlit's colours.
+    Else pages have Streamlit's colours.
     Not needed once tests/app/test_frontend.py (pages have the console's theme) passes without it.
-app.server                  Streamlit 1.67 (reads the cookie of its login, makes the token that starts one)
-    Gives: the guard knows who asks before a page's WebSocket is open. No figure: else it could refuse nobody.
+app.server                  Streamlit 1.67 (reads the cookie of its login, `_get_signed_cookie_with_chunks`, and makes
+                            the token that starts one)
+    Gives: the guard knows who asks before a page's WebSocket is open. Else it could refuse nobody.
     Not needed once Streamlit has public functions for both; tests/app/test_oidc.py fails where the private ones change.
-app.api.connection          uvicorn 0.54 (a subclass of its protocol over httptools, given by its option `http`)
-    Gives: limits on connections, heads, time, and answers that nobody reads. No figure: those limits are the gain.
+app/ui/assets/history.js    Streamlit 1.67 (`history.pushState` of the browser)
+    Gives: one entry of the browser's history for what a person does. Else *Back* must be pressed up to four times, and
+    comes to a page with another page's address.
+    Not needed once Streamlit can change an address without a new entry: tests/browser/test_order.py.
+app.api.connection          uvicorn 0.54 (a subclass of its protocol over httptools, given by its option `http`, and of
+                            that of WebSockets; `_unset_keepalive_if_required`)
+    Gives: limits on connections, heads, time, and answers that nobody reads. Else a stranger can take them all.
     Not needed once uvicorn has options for them: tests/app/test_connection.py and test_connection_limit.py say which.
-app.plans.files             Python 3.11 (gc.disable, in the process that reads one uploaded plan and ends)
+app.plans.files             Python 3.11 (`gc.disable`, in the process that reads one uploaded plan and ends)
     Gives: a plan of 7 MB is read in 1.0 s of processor time, else 1.5 s.
     Not needed once a round of garbage collection passes over what older rounds have seen.
 app.observing.history       Python 3.11 (`zipfile._EndRecData`)
-    Gives: how large a zip file's directory is, found as ZipFile finds it, before it reads it. No figure: without it a
-    directory of any size is taken into memory.
+    Gives: how large a zip file's directory is, found as ZipFile finds it, before it reads it. Else each megabyte of it
+    takes ZipFile 10 MB of memory and 0.2 s of processor time, without a limit.
     Not needed once ZipFile has a limit for that; tests/app/test_history.py fails where the private function changes.
 agent.monitoring.liveness   Python 3.11 (`sys._current_frames`, documented, yet of CPython alone)
-    Gives: of a worker that hangs it is said where each of its threads is. No figure: it is asked for once per silence.
+    Gives: of a worker that hangs it is said where each of its threads is. Else nobody could say why it hangs.
     Not needed once Python has it for all interpreters; tests/agent/test_hanging.py fails where it changes.
 agent.jobs.trainer          Python 3.11 (`_inheriting` of a process that multiprocessing starts)
-    Gives: a script that begins to train when a worker imports it is refused in one sentence. No figure: else each
-    worker would begin a job of its own.
+    Gives: a script that begins to train when a worker imports it is refused in one sentence. Else each worker would
+    begin a job of its own.
     Not needed once multiprocessing says in public that a process is importing its parent's script;
     tests/agent/test_resilient_trainer.py fails where it changes.
 agent.models.hugging_face   transformers 5 (`_from_config`, `_init_weights`, `_can_record_outputs`)
-    Gives: a model is cut without memory for it, its buffers have their values, and its routers are found. No figure:
-    there is no other way to any of them.
+    Gives: a model is cut without memory for it, its buffers have their values, and its routers are found. There is no
+    other way to any of them.
     Not needed once transformers has public names for them; tests/agent/test_from_transformers.py fails where they
     change.
 
