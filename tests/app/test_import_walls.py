@@ -40,7 +40,8 @@ WITHOUT_TORCH = (
 # The state machine that launchers and consoles share does nothing but decide: no files, sockets, threads or clock.
 PURE = "agent/coordination"
 PURE_MAY = ("planner", "agent.coordination", "agent.messages.protocol")
-DEEPEST = 8  # floors of app by files, of planner and agent by folders
+# Of each room, how many of its files the longest chain of imports passes through. The goal is 8 for all.
+FLOORS = {"app": 8, "db": 5, "planner": 11, "agent": 14}
 PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "math", "sys", "typing"}
 
 
@@ -160,9 +161,11 @@ def longest_chain(arrows: dict[str, set[str]]) -> list[str]:
     return max(chains.values(), key=len)
 
 
-def test_no_room_of_the_console_lies_deep() -> None:
-    longest = longest_chain(arrows_between({"app"}, types=True))
-    assert 3 < len(longest) <= DEEPEST, " <- ".join(longest)
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_no_room_grows_deeper(room: str) -> None:
+    """One measure for all rooms: files, and imports that only a type checker follows do not count."""
+    longest = longest_chain(arrows_between({room}, types=False))
+    assert 3 < len(longest) <= FLOORS[room], " <- ".join(longest)
 
 
 def test_the_root_of_the_console_holds_entry_points_only() -> None:
@@ -172,12 +175,6 @@ def test_the_root_of_the_console_holds_entry_points_only() -> None:
     assert len(folders) > 5
     found = {other for own in folders for other in arrows[own] - folders}
     assert not found
-
-
-@pytest.mark.parametrize("room", ["planner", "agent"])
-def test_no_folder_lies_deep(room: str) -> None:
-    longest = longest_chain(arrows_between_features(room, types=False))
-    assert 3 < len(longest) <= DEEPEST, " <- ".join(longest)
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
@@ -381,7 +378,7 @@ def test_each_entry_of_the_list_says_what_when_and_why() -> None:
         ("import atexit, gc\natexit.register(gc.freeze)", {"gc.freeze"}),
         ("from gc import disable\ndisable()", {"gc.disable"}),
         ("import gc\ngc.collect()", set()),
-        ("from multiprocessing import spawn\nspawn.get_preparation_data = None", {"multiprocessing.spawn.get_preparation_data"}),
+        ("from multiprocessing import spawn\nspawn.prepare = None", {"multiprocessing.spawn.prepare"}),
         ("import a.b\na.b.c.d = 1", {"a.b.c.d"}),
         ("from a import B as C\nC.d = 1", {"a.B.d"}),
         ("import a as b\nvars(b)['c'] = 1", {"a."}),
