@@ -6,6 +6,7 @@ Every attack is bounded in time and number, and says in a line what became of it
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import socket
@@ -282,6 +283,7 @@ def signing_others_out(server: ConsoleServer) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m tests.security.attacks", description=__doc__).parse_args()
     for guarded, attacks in ((False, OPEN), (True, GUARDED)):
         with console(guarded=guarded) as server:
             for attack in attacks:

@@ -8,11 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.app.console_server import ConsoleServer
+from tests.security import attacks
 from tests.security.attacks import GUARDED, OPEN, Attack, a_head_that_drips, answers_that_are_not_read, console
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("attacks"), pytest.mark.processes]
 
 WAITING = (a_head_that_drips, answers_that_are_not_read)
+
+
+def test_help_starts_no_console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["attacks", "--help"])
+    monkeypatch.setattr(attacks, "console", None)
+    with pytest.raises(SystemExit) as ended:
+        attacks.main()
+    assert ended.value.code == 0 and "tests.security.attacks" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
