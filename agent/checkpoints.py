@@ -791,7 +791,9 @@ class Checkpointer:
         self._taken: tuple[int, float | None, int] | None = None
         self._thread: threading.Thread | None = None
 
-    def boundary(self, optimizer: StageOptimizer, attempt: int, writer: Writer | None, *, last: bool = False) -> None:
+    def iteration_end(
+        self, optimizer: StageOptimizer, attempt: int, writer: Writer | None, *, last: bool = False
+    ) -> None:
         """To be called between two iterations. writer: as which this process writes; None: it does not. attempt: the
         generation. last: is there no further iteration?
 
@@ -799,7 +801,7 @@ class Checkpointer:
         rejected by validation, or undone by a death elsewhere.
         """
         committed = optimizer.committed
-        # The same values are copied only once: this boundary may come again, as the last one.
+        # The same values are copied only once: this end may come again, as the last one.
         values = (*optimizer.version, attempt)
         if values == self._taken:
             return

@@ -62,7 +62,7 @@ from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.stages.stage import Stage, assemble
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.ranks import Ranks
-from openrecycle.agent.transport.transfers import Lines, Script, Transfers
+from openrecycle.agent.transport.transfers import GenerationGroups, Script, Transfers
 from openrecycle.agent.workers.executor import Executor, OpError
 from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.agent.workers.sharding import ShardedStage
@@ -294,7 +294,7 @@ def _measure_as_peer(spec: _PeerSpec, pipe: Connection) -> None:
     pipe.poll(_TRAFFIC_SECONDS)
 
 
-def pass_on(lines: Lines, me: int, size: int, rounds: Sequence[int], device: torch.device) -> list[float]:
+def pass_on(lines: GenerationGroups, me: int, size: int, rounds: Sequence[int], device: torch.device) -> list[float]:
     """Returns the seconds there and back between peers 0 and 1, for each round. me: one of these two."""
     tensor, taken = torch.zeros(size, dtype=torch.uint8, device=device), []
     there, back, tag = lines.forward, lines.backward, 0  # one tag will do: one message is under way at a time

@@ -900,14 +900,14 @@ class StreamBatches:
         if reading is None or reading.item > item or nearest > reading.item:
             reading = self._reading = _SourceReader(self.source, self.seed, self._positions.get(nearest))
         iteration = self.cuts[-1].first + (item - self._item(self.cuts[-1].first)) // self.per_iteration
-        first, boundary = self._item(iteration - self.kept), self._item(iteration)
+        first, begin = self._item(iteration - self.kept), self._item(iteration)
         while reading.item <= item:
             number, out = reading.item, reading.next()
             if number == 0:
                 self._first = out
             if number >= first:
                 self._there[number] = out
-                if self.stateful and (reading.item - boundary) % self.per_iteration == 0:
+                if self.stateful and (reading.item - begin) % self.per_iteration == 0:
                     self._add([position] if (position := reading.position()) is not None else [], news=True)
         self._there = {n: out for n, out in self._there.items() if n >= first}
         self.prune(iteration)

@@ -42,7 +42,7 @@ from openrecycle.agent.nodes.succession import (
     SEEK_SECONDS,
     Address,
     Copy,
-    Here,
+    LauncherAnswer,
     LeadStatus,
     Spool,
     ask,
@@ -717,8 +717,8 @@ class NodeHub:
         while not self._closing and unknown():
             seen = ask(address, self._token, lead_status.run)
             # This counts whichever process it is: one that was started there since may know of another leader.
-            newer = isinstance(seen, Here) and seen.term > lead_status.term
-            another = isinstance(seen, Here) and bool(process) and seen.process != process
+            newer = isinstance(seen, LauncherAnswer) and seen.term > lead_status.term
+            another = isinstance(seen, LauncherAnswer) and bool(process) and seen.process != process
             with self.news:
                 if seen == "gone" or (another and not newer):
                     if link is not None:
@@ -726,7 +726,7 @@ class NodeHub:
                     if self._came.get(rank) is link and rank not in self.links:
                         self.members.pop(rank, None)
                 self.news.notify_all()
-            if isinstance(seen, Here) and newer and seen.lead is not None:
+            if isinstance(seen, LauncherAnswer) and newer and seen.lead is not None:
                 self.depose(f"node {seen.lead} leads the job by now, since this node was not heard for too long")
             time.sleep(0.5)
 

@@ -366,7 +366,7 @@ class LeadStatus:
 
 
 @dataclass(frozen=True)
-class Here:
+class LauncherAnswer:
     """What a living launcher of the job answers; see LeadStatus."""
 
     term: int
@@ -377,8 +377,8 @@ class Here:
     process: str
 
 
-_HERE = TypeAdapter(Here)
-Reply = Here | Literal["gone", "silent"]
+_ANSWER = TypeAdapter(LauncherAnswer)
+Reply = LauncherAnswer | Literal["gone", "silent"]
 
 
 def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Reply:
@@ -403,7 +403,7 @@ def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | No
                 # A launcher that a leader has taken in is about to be told of the job. One that has no leader, such as
                 # one that was just started, has no part in the job.
                 return "gone" if answer["lead"] is None else "silent"
-            return _HERE.validate_python(answer)
+            return _ANSWER.validate_python(answer)
         except NotTrusted:
             return "gone"  # another program listens there by now
         except (OSError, KeyError, TypeError, ValueError):
@@ -508,7 +508,7 @@ class Search(threading.Thread):
         """Asks all nodes once. Returns the outcome, or a sentence that says why there is none yet."""
         lead_status, copy = self._lead_status, self._copy
         seen = self._ask_all(copy.nodes.keys() - self._gone - {lead_status.rank})
-        here = {rank: it for rank, it in seen.items() if isinstance(it, Here)}
+        here = {rank: it for rank, it in seen.items() if isinstance(it, LauncherAnswer)}
         self._gone |= {rank for rank, it in seen.items() if it == "gone"}
         if leads := [(it.term, rank) for rank, it in here.items() if it.lead == rank]:
             term, rank = max(leads)
@@ -541,7 +541,7 @@ class Search(threading.Thread):
         if self._cancelled.is_set() or not enough or not lead_status.stand(term):
             return why if not enough else "it follows another"
         votes = self._ask_all(free, {"term": term, "rank": lead_status.rank, "age": lead_status.age})
-        voters = 1 + sum(isinstance(it, Here) and it.granted for it in votes.values())
+        voters = 1 + sum(isinstance(it, LauncherAnswer) and it.granted for it in votes.values())
         enough, why = may_lead(voters, nodes)
         if not enough and self._arbiter is not None and may_ask_console(voters, nodes)[0]:
             enough, why = self._arbiter.decide(wanted, copy.term)
@@ -549,7 +549,7 @@ class Search(threading.Thread):
             return why
         return Lead(term, frozenset(here), frozenset(self._gone))
 
-    def _stood_in_vain(self, here: Mapping[int, Here], leads: list[tuple[int, int]]) -> GiveUp | None:
+    def _stood_in_vain(self, here: Mapping[int, LauncherAnswer], leads: list[tuple[int, int]]) -> GiveUp | None:
         """Gives up if a node leads that this one has promised to leave, for itself or for another one which can't win,
         since too few have left that leader."""
         promised, whom = self._lead_status.promise

@@ -35,7 +35,7 @@ from openrecycle.agent.monitoring.liveness import AT_REST
 from openrecycle.agent.own_loops.own_group import GroupLost
 from openrecycle.agent.transport.communicator import TaggedTransfers
 from openrecycle.agent.transport.group import GivenGlooGroup, TransferError, first_line, from_bits, to_bits
-from openrecycle.agent.transport.transfers import Lane, Lines, Script, TransferLayout
+from openrecycle.agent.transport.transfers import GenerationGroups, Lane, Script, TransferLayout
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.plan import Plan
@@ -154,7 +154,7 @@ class LearnedTransfers(TaggedTransfers):
     nothing that comes later than the data it needs.
     """
 
-    def __init__(self, lines: Lines, job: Job) -> None:
+    def __init__(self, lines: GenerationGroups, job: Job) -> None:
         super().__init__(lines, TransferLayout(job, (), (), MOST_TENSORS, CPU))
         self._learned: dict[Lane, StageOutput] = {}
         self._said: dict[Lane, StageOutput] = {}
@@ -196,7 +196,7 @@ class _Joined(NamedTuple):
     """What was made for one process group. world: that group, as a weak reference, which does not keep it alive."""
 
     world: Any
-    lines: Lines
+    lines: GenerationGroups
     transfers: LearnedTransfers
     members: tuple[Worker, ...]
 
@@ -439,7 +439,7 @@ class OwnLoop:
             made = dist.new_group(at, timeout=form, backend="gloo", use_local_synchronization=True)
             peers = GivenGlooGroup(made, stage.index(self._me), stage, self._timeouts)
         control = GivenGlooGroup(all_ranks, rank, members, self._timeouts)
-        lines = Lines(self._me, control, control, peers, {member: i for i, member in enumerate(members)})
+        lines = GenerationGroups(self._me, control, control, peers, {member: i for i, member in enumerate(members)})
         joined = _Joined(self._world, lines, LearnedTransfers(lines, self._job), members)
         with self._lock:
             self._joined = joined
@@ -459,7 +459,7 @@ class OwnLoop:
         stage = sorted(member for member in joined.members if member.stage == self._me.stage)
         self._peers = {str(w): sum(op.kind == "F" for op in schedule.ops.get(w, ())) for w in stage}
 
-    def _gather(self, lines: Lines, values: list[int]) -> dict[Worker, list[int]]:
+    def _gather(self, lines: GenerationGroups, values: list[int]) -> dict[Worker, list[int]]:
         """Returns the `values` of all workers."""
         table = torch.zeros((len(lines.rank), len(values)), dtype=torch.int64)
         table[lines.rank[self._me]] = torch.tensor(values)

@@ -47,19 +47,19 @@ from openrecycle.agent.config.devices import Transport
 from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models.layers import CPU
 from openrecycle.agent.transport.group import (
-    Begun,
     Devices,
     GlooGroup,
     Group,
     HostGroup,
     LateGroup,
     NcclGroup,
+    PendingConnections,
     PendingTransfer,
     TransferError,
     first_line,
 )
 from openrecycle.agent.transport.ranks import Connections, Ranks
-from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
+from openrecycle.agent.transport.transfers import GenerationGroups, OrderedTransfers, TransferLayout, Transfers, connect
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 from openrecycle.planner.plans.schedule import MicroBatch
 
@@ -317,7 +317,7 @@ class Groups:
         transport: Transport = "tagged",
         device: torch.device = CPU,
         neighbours: Collection[Worker] = (),
-        begun: Begun | None = None,
+        begun: PendingConnections | None = None,
         ranks: Ranks | None = None,
         standby: Standby | None = None,
     ) -> None:
@@ -341,7 +341,7 @@ class Groups:
         """The rank of each worker in the control plane."""
         plane = _plane(generation, self.ranks)
         on_cpu = device.type == "cpu"
-        begun = begun or Begun()
+        begun = begun or PendingConnections()
 
         def gloo(name: str, members: Sequence[Worker], store: Any = store) -> GlooGroup:
             return GlooGroup(store, plane + name, members.index(me), members, timeouts, devices)
@@ -392,7 +392,7 @@ class Groups:
             else:
                 rank, forward = self._rank, over_gloo(self._control)
                 backward = forward
-            self.lines = Lines(me, forward, backward, peers, rank)
+            self.lines = GenerationGroups(me, forward, backward, peers, rank)
             """The groups for data."""
             if self._ordered:
                 connect(self.lines, neighbours, device)
@@ -505,14 +505,14 @@ class Communicator:
         store: tuple[str, int],
         device: torch.device = CPU,
         *,
-        at_boundary: bool = False,
+        at_iteration_end: bool = False,
         neighbours: Collection[Worker] = (),
     ) -> Groups:
         """Waits until all of `living` are ready at the store (host, port), and then connects; for data with
         `neighbours`. If all have standby connections that will do, these are taken instead. The groups in use stay
         until all are ready, since a peer may still be fetching what this worker sent last.
 
-        at_boundary: others first finish an iteration, so this waits for them as long as for a peer's data. Raises
+        at_iteration_end: others first finish an iteration, so this waits for them as long as for a peer's data. Raises
         TransferError when it fails, or when a newer generation is announced meanwhile.
         """
         standby, self._standby, self._formed = self._standby, None, None
@@ -535,14 +535,14 @@ class Communicator:
             if there == len(living) * self.ranks.size:
                 meeting.set(go, _ON_STANDBY if with_standby == there else _GO)
             # There is no separate `wait`: `get` waits by itself.
-            meeting.set_timeout(timedelta(seconds=self._timeouts.transfer if at_boundary else self._timeouts.form))
+            meeting.set_timeout(timedelta(seconds=self._timeouts.transfer if at_iteration_end else self._timeouts.form))
             word = meeting.get(go)
             meeting.set_timeout(timedelta(seconds=self._timeouts.form))
             if word not in (_GO, _ON_STANDBY):
                 raise TransferError(f"generation {generation} is superseded")
             taken = standby if word == _ON_STANDBY else None
             self.abandon()
-            begun = Begun()
+            begun = PendingConnections()
 
             def make() -> Groups:
                 if device.type == "cuda":
@@ -604,7 +604,7 @@ class Communicator:
         """Whether the standby connections are there."""
         return self._standby is not None and self._standby.connected
 
-    def _connect(self, generation: int, make: Callable[[], Groups], begun: Begun) -> Groups:
+    def _connect(self, generation: int, make: Callable[[], Groups], begun: PendingConnections) -> Groups:
         """Runs `make` in a thread of its own, and returns what it makes.
 
         gloo waits for one absent peer after the other, each for as long as a generation may take to form; NCCL waits

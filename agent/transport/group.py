@@ -42,8 +42,9 @@ own waiting and cancelling is tested there with stand-ins. It relies on this:
   An abort ends the communicators that exist. One that is just being made does not exist yet, and the thread that makes
   it waits for the other end. So all connections are made before the group is used, in a thread that may be left behind
   (see agent.transport.communicator): a peer that dies meanwhile costs that thread and its communicator, but no process.
-  Such a thread begins nothing more (`Begun`), and what it was beginning is aborted when it has begun. It is NCCL's part
-  that the communicators of a later group can be made while such a thread still waits: they share nothing.
+  Such a thread begins nothing more (`PendingConnections`), and what it was beginning is aborted when it has begun. It
+  is NCCL's part that the communicators of a later group can be made while such a thread still waits: they share
+  nothing.
 - All of a communicator is connected with its first operation. By NCCL's source (2.30.7), this holds for a sum with
   NCCL_RUNTIME_CONNECT off, for all algorithms; for a pair with the first message each way, for all channels; for an
   all-to-all with the first one. So `connect` and agent.transport.ranks begin one of each.
@@ -128,7 +129,7 @@ class PendingTransfer(Protocol):
         """Says whether `wait` would return, or raise, at once. False where that can't be told."""
 
 
-class Ending(Protocol):
+class Cancellable(Protocol):
     """Connections that can be ended."""
 
     def cancel(self) -> None:
@@ -148,7 +149,7 @@ class Ending(Protocol):
         return
 
 
-class Group(Ending, Protocol):
+class Group(Cancellable, Protocol):
     """Ranks that exchange tensors. Used by one thread, except for `cancel`, `close` and a scatter's own thread. Methods
     raise TransferError.
 
@@ -181,7 +182,7 @@ class Group(Ending, Protocol):
         begin sums and broadcasts in the same order."""
 
 
-def halt_all(groups: Iterable[Ending]) -> None:
+def halt_all(groups: Iterable[Cancellable]) -> None:
     """Ends all groups first, and then waits for each: what one waits for on a device may be queued behind another's."""
     ending = list(groups)
     for group in ending:
@@ -190,7 +191,7 @@ def halt_all(groups: Iterable[Ending]) -> None:
         group.rest()
 
 
-class Begun:
+class PendingConnections:
     """The connections that a thread makes, one after the other. Another thread may `give_up` and leave it behind.
 
     Over NCCL a thread that is left behind must begin nothing more: what it had the device wait for, and the end of
@@ -198,10 +199,10 @@ class Begun:
     """
 
     def __init__(self) -> None:
-        self._lock, self._all = threading.Lock(), list[Ending]()
+        self._lock, self._all = threading.Lock(), list[Cancellable]()
         self._given_up = False
 
-    def add(self, connections: Ending) -> None:
+    def add(self, connections: Cancellable) -> None:
         """Adds connections, before anything waits in them. Raises TransferError if the thread was left behind."""
         with self._lock:
             self._all.append(connections)

@@ -31,9 +31,9 @@ from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import CPU
 from openrecycle.agent.transport.group import (
-    Begun,
-    Ending,
+    Cancellable,
     NcclPending,
+    PendingConnections,
     TransferError,
     abort_aside,
     first_line,
@@ -94,7 +94,7 @@ def _by_exchange(error: BaseException) -> bool:
     return False
 
 
-class Connections(Ending):
+class Connections(Cancellable):
     """The connections of this rank to the others of its worker, for one generation. Tensors of the CPU go over gloo."""
 
     def __init__(self, store: Any, rank: int, size: int, timeouts: Timeouts) -> None:
@@ -231,7 +231,7 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
                     afterwards()
 
         # The wait for a send or receive closes all connections when it times out; the wait for a collective does not.
-        kind = HandedOn if name in ("send", "recv") else CancellableWork
+        kind = ForwardedWork if name in ("send", "recv") else CancellableWork
         return kind(connections, work, then)
 
 
@@ -263,7 +263,7 @@ def _by_host(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[An
     return found, named, bring_back
 
 
-class HandedOn(dist.Work):  # type: ignore[misc]
+class ForwardedWork(dist.Work):  # type: ignore[misc]
     """An operation that a group of torch's has begun. then: called when it is done."""
 
     def __init__(self, connections: Connections, work: Any, then: Callable[[], object] | None = None) -> None:
@@ -300,7 +300,7 @@ class HandedOn(dist.Work):  # type: ignore[misc]
         return self._work.get_future()
 
 
-class CancellableWork(HandedOn):
+class CancellableWork(ForwardedWork):
     """A collective under way, whose wait ends when the group is cancelled."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -311,7 +311,7 @@ class CancellableWork(HandedOn):
         raise RuntimeError(_CANCELLED)
 
 
-class DeviceWork(HandedOn):
+class DeviceWork(ForwardedWork):
     """An operation over NCCL. Its results are used only once its end has been seen, and no cancel before that: an abort
     ends it as if it were done (see agent.transport.group)."""
 
@@ -407,7 +407,7 @@ class Ranks:
         ]
 
     def connect(
-        self, store: Any, timeouts: Timeouts, ahead: Sequence[Connections] = (), begun: Begun | None = None
+        self, store: Any, timeouts: Timeouts, ahead: Sequence[Connections] = (), begun: PendingConnections | None = None
     ) -> None:
         """Replaces the connections. Makes new ones over `store`, and waits until all ranks are there. Raises
         RuntimeError.

@@ -134,7 +134,7 @@ PREFETCH = 4
 
 
 @dataclass(frozen=True)
-class Lines:
+class GenerationGroups:
     """The process groups of a generation as one worker uses them. forward: from each stage to the next. backward: the
     other way. peers: of the worker's stage; None: it has no peers. rank: of each worker in forward and backward."""
 
@@ -166,7 +166,7 @@ class TransferLayout:
 class Transfers(ABC):
     """One worker's transfers in one generation, one iteration after the other. Its methods raise TransferError."""
 
-    def __init__(self, lines: Lines, layout: TransferLayout) -> None:
+    def __init__(self, lines: GenerationGroups, layout: TransferLayout) -> None:
         self._lines, self._layout = lines, layout
         self._sent: dict[tuple[int, str, MicroBatch], list[PendingTransfer]] = {}
         """Sends that peers may not have received yet, in their order, by (iteration, kind, micro-batch)."""
@@ -345,7 +345,7 @@ _ONE_TAG = 0
 class OrderedTransfers(Transfers):
     """Transfers whose messages all have the same tag, so that only their order tells them apart."""
 
-    def __init__(self, lines: Lines, layout: TransferLayout) -> None:
+    def __init__(self, lines: GenerationGroups, layout: TransferLayout) -> None:
         """lines: groups whose connections are made (see `connect`)."""
         super().__init__(lines, layout)
         self._coming: dict[Lane, deque[MicroBatch]] = {}
@@ -363,7 +363,7 @@ class OrderedTransfers(Transfers):
         return _ONE_TAG
 
 
-def connect(lines: Lines, neighbours: Collection[Worker], device: torch.device) -> None:
+def connect(lines: GenerationGroups, neighbours: Collection[Worker], device: torch.device) -> None:
     """Exchanges a first message with every worker with which this one will ever exchange any, and waits for it. Raises
     TransferError, or RuntimeError."""
     me = lines.me

@@ -6,7 +6,7 @@ A worker that joins is in the process groups at once, and takes its stage's stat
 No failure of a peer ends this process. A broken transfer, or the news of another generation, interrupts an iteration.
 Then the worker abandons the iteration in flight, waits for a generation that is newer than the one it left, forms its
 groups, agrees on an iteration with the others, and goes on. A generation that only adds workers interrupts nothing: all
-leave the one before at the same boundary between two iterations, with nothing in flight.
+leave the one before at the end of the same iteration, with nothing in flight.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class WorkerLoop:
             self._channel.say("left", generation=self._generation, whole=whole)
 
     def _live_through(self, orders: GenerationSpec) -> None:
-        """Trains in one generation. Returns when the generation is left at a boundary between iterations, with its
+        """Trains in one generation. Returns when the generation is left at an iteration's end, with its
         groups still up. Raises Interrupted, TransferError or OpError when it is superseded, over or broken."""
         self._generation = self._status.generation = orders.generation
         self._log_step("adopted", self._optimizer.committed)
@@ -342,7 +342,7 @@ class WorkerLoop:
             scripts.append(Script.of(orders.interim, orders.cell))
         groups = self._communicator.form(
             *(orders.generation, orders.cell, living, orders.store, self._device),
-            at_boundary=orders.after is not None,
+            at_iteration_end=orders.after is not None,
             neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
         self._executor.use(groups)
@@ -929,10 +929,10 @@ class WorkerLoop:
         return iteration
 
     def _checkpoint(self, whole: list[Worker], *, last: bool) -> None:
-        """Writes this worker's share of a checkpoint, if one is due at this boundary. After the last iteration it waits
+        """Writes this worker's share of a checkpoint, if one is due after this iteration. After the last one it waits
         until all is written. whole: the workers that hold all of their stage's state, as all of them know."""
         if self._checkpointer is not None:
-            self._checkpointer.boundary(self._optimizer, self._generation, self._writer(whole), last=last)
+            self._checkpointer.iteration_end(self._optimizer, self._generation, self._writer(whole), last=last)
             if last:
                 self._checkpointer.finish()
 

@@ -194,7 +194,7 @@ class StateServer:
 
     def __init__(self, optimizer: StageOptimizer, host: str, rate: float | None) -> None:
         self._optimizer, self._rate = optimizer, rate
-        self._paid = threading.Lock()
+        self._rate_lock = threading.Lock()
         self._free_at = time.monotonic()
         with optimizer.lock:
             moving = optimizer.moving_names()
@@ -329,7 +329,7 @@ class StateServer:
             for part in parts:
                 connection.sendall(memory(part))
             if self._rate is not None:
-                with self._paid:
+                with self._rate_lock:
                     self._free_at = max(self._free_at, time.monotonic() - 1.0) + size / self._rate
                     pause = self._free_at - time.monotonic()
                 time.sleep(max(0.0, pause))

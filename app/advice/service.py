@@ -44,7 +44,7 @@ ITERATIONS = 200
 EVENTS = 100
 
 
-class Asked(NamedTuple):
+class AdviceQuestion(NamedTuple):
     """What advice is asked on. failed: the workers that are out. held: layers per stage. due: launchers will start all
     of these workers again by themselves."""
 
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
     due: bool = False
 
 
-NOTHING_ASKED = Asked((), (-1,))
+NO_QUESTION = AdviceQuestion((), (-1,))
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class _Advised:
     """The advice for one job. asked: what advice was asked on last. said: the newest advice in words, "": none.
     on: what that was asked on."""
 
-    asked: Asked
-    on: Asked = NOTHING_ASKED
+    asked: AdviceQuestion
+    on: AdviceQuestion = NO_QUESTION
     said: str = ""
 
 
@@ -112,7 +112,7 @@ class Advising:
         asked = _asked(job)
         of = self._of.get(job)
         if of is None:
-            of = self._of[job] = _Advised(Asked((), job.plans.nominal.home))
+            of = self._of[job] = _Advised(AdviceQuestion((), job.plans.nominal.home))
         if asked is None or asked == of.asked:
             return
         failed = asked.failed
@@ -136,11 +136,11 @@ class Advising:
                 self._offer(job, Offered(failed, None, why))
             elif not self._tell(job, asked, recommendation) and of.asked == asked:
                 # The job recovers again. If the same workers are out afterwards, advice is asked for again.
-                of.asked = NOTHING_ASKED
+                of.asked = NO_QUESTION
 
         self.queue.submit(job.job_id, request, done)
 
-    def _tell(self, job: LiveJob, asked: Asked, recommendation: Recommendation) -> bool:
+    def _tell(self, job: LiveJob, asked: AdviceQuestion, recommendation: Recommendation) -> bool:
         """Says, stores and offers what was recommended. Returns False if other workers are out by now, or the job
         recovers."""
         failed, candidates = asked.failed, recommendation.candidates
@@ -184,7 +184,7 @@ class Advising:
             job.apply(event)
         except ConsoleError as error:
             log.warning("the options could not be stored", job=job.job_id, reason=error.detail)
-            self._of[job].asked = NOTHING_ASKED  # they are asked for again
+            self._of[job].asked = NO_QUESTION  # they are asked for again
 
     def _request(self, job: LiveJob, failed: tuple[str, ...]) -> AdviceRequest | None:
         """Makes the request for advice; None if it is not known yet how long the job's time unit is."""
@@ -237,12 +237,12 @@ def _in_question(state: State) -> tuple[str, ...] | None:
     return out(state)
 
 
-def _asked(job: LiveJob) -> Asked | None:
+def _asked(job: LiveJob) -> AdviceQuestion | None:
     failed = _in_question(job.state)
     if failed is None:
         return None
     due = bool(failed) and restart_due(job.state, job.processes, failed, 0.0) is not None
-    return Asked(failed, job.state.held, due)
+    return AdviceQuestion(failed, job.state.held, due)
 
 
 def restart_due(state: State, processes: Mapping[str, ProcessState], failed: Sequence[str], now: float) -> float | None:

@@ -67,7 +67,7 @@ class JobWanted(JobSpec):
     profile_name: ProfileName | None = None
 
 
-class Together(Generic[M]):
+class ReportBatcher(Generic[M]):
     """Takes messages together that come for a job while it stores earlier ones: in one transaction, and in one thread,
     so that the other threads are free for other jobs and for people. With 2,048 workers in launchers of 8, the console
     takes a quarter less processor time than when each launcher's acknowledgements have a transaction of their own, and
@@ -133,8 +133,11 @@ def _split(
 
 
 def router(console: ConsoleService) -> APIRouter:
-    registrations, acknowledgements = Together(console.reports.register), Together(console.reports.acknowledge)
-    failures = Together(console.reports.failures)
+    registrations, acknowledgements = (
+        ReportBatcher(console.reports.register),
+        ReportBatcher(console.reports.acknowledge),
+    )
+    failures = ReportBatcher(console.reports.failures)
 
     async def of_lead(request: Request, lead: LeadHeader = None) -> None:
         """The launcher that leads a job of several nodes says so with every request; 409: another node leads by now."""

@@ -421,7 +421,7 @@ def operator_router(console: ConsoleService) -> APIRouter:
 
     @api.post("/{job_id}/choice", responses={409: {}})
     async def choose(job_id: str, body: ChoiceMade, x_actor: Actor = "API") -> ReportOutcome:
-        """Takes one of the options: at once when the job waits for it, else at the next boundary."""
+        """Takes one of the options: at once when the job waits for it, else at the end of an iteration."""
         failed = None if body.failed is None else tuple(body.failed)
         return ReportOutcome(reason=await in_thread(operators.choose, job_id, body.name, failed, x_actor))
 

@@ -57,7 +57,7 @@ from openrecycle.planner.plans.plan import Plan, PlanError
 
 
 @dataclass(frozen=True)
-class Taken:
+class GenerationProgress:
     """How far a worker has taken up a generation: milliseconds from the opening of the generation until the console
     heard of each step; None: not yet."""
 
@@ -82,7 +82,7 @@ class RollOut:
     generation: int
     opened_at: float
     reason: str
-    workers: tuple[Taken, ...]
+    workers: tuple[GenerationProgress, ...]
 
     def now_at(self, step: str) -> int:
         """Returns how many workers have come to `step` and no further; "": that have not acknowledged anything."""
@@ -93,7 +93,7 @@ class RollOut:
         """Whether all workers train by the plan."""
         return self.now_at("resumed") == len(self.workers)
 
-    def slowest_first(self) -> list[Taken]:
+    def slowest_first(self) -> list[GenerationProgress]:
         """Returns the workers, those that are furthest behind first; among equals, those that came last first."""
         never = float("inf")
         return sorted(
@@ -136,7 +136,8 @@ class RollOuts:
         living = frozenset(current.living)
         members = (member for name, member in job.state.members.items() if name in living)
         workers = tuple(
-            Taken(m.name, **next((at[i] for i in reversed(m.incarnations) if i in at), {})) for m in members
+            GenerationProgress(m.name, **next((at[i] for i in reversed(m.incarnations) if i in at), {}))
+            for m in members
         )
         found = RollOut(current.number, opened, current.reason, workers)
         with self._lock:

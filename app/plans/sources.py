@@ -84,7 +84,7 @@ class OfCatalog:
 
 
 @dataclass(frozen=True)
-class Made:
+class PlanToMake:
     """A plan that is made for a job's grid and a technique."""
 
     technique: Technique
@@ -97,13 +97,13 @@ class Made:
         return text + (":" + "+".join(self.failed) if self.failed else "")
 
 
-Reference = OfJob | Saved | MeasuredReference | OfCatalog | Made
+Reference = OfJob | Saved | MeasuredReference | OfCatalog | PlanToMake
 
 
 def job_of(reference: Reference) -> str | None:
     """Returns the id of the job that the plan belongs to or is made for; None: of no job."""
     match reference:
-        case OfJob(job_id) | MeasuredReference(job_id) | Made(job_id=job_id):
+        case OfJob(job_id) | MeasuredReference(job_id) | PlanToMake(job_id=job_id):
             return job_id
     return None
 
@@ -117,7 +117,7 @@ def parse_reference(text: str, *, field: str = "plan") -> Reference:
         failed = [Worker.parse(name, field=field) for name in parts[3].split("+")] if len(parts) == 4 else []
         if _WORD.fullmatch(parts[2]):
             names = tuple(map(str, sorted(set(failed))))
-            return Made(Technique.of(parts[0], field=field), memory, parts[2], names)
+            return PlanToMake(Technique.of(parts[0], field=field), memory, parts[2], names)
     elif all(map(_WORD.fullmatch, parts)):
         match kind, parts:
             case "job", [job_id, fingerprint]:
@@ -169,14 +169,14 @@ class PendingPlan:
     words: str
 
 
-def techniques(job_id: str, failed: tuple[str, ...], memory: str) -> Iterator[Made]:
+def techniques(job_id: str, failed: tuple[str, ...], memory: str) -> Iterator[PlanToMake]:
     """Yields a reference for each technique that a job could run with, with these workers lost."""
     for technique in Technique:
         lost = failed if technique.reroutes else ()
-        yield Made(technique, "1f1b" if technique is Technique.FAULT_FREE else memory, job_id, lost)
+        yield PlanToMake(technique, "1f1b" if technique is Technique.FAULT_FREE else memory, job_id, lost)
 
 
-def made_name(made: Made) -> str:
+def made_name(made: PlanToMake) -> str:
     words = TECHNIQUES[made.technique]
     return f"{words}, {without(made.failed)}, memory {made.memory}" if made.technique.reroutes else words
 
@@ -232,7 +232,7 @@ class PlanSources:
         match reference:
             case OfJob():
                 return self._of_job(reference)
-            case Made():
+            case PlanToMake():
                 return self._made(reference)
             case Saved(fingerprint):
                 return Source(reference, self._saved_name(fingerprint), self._library.saved_plan(fingerprint))
@@ -310,7 +310,7 @@ class PlanSources:
         """Returns the plans that a page shows first: fault-free 1F1B and the plan in force; [] without such a job."""
         if job_id is None or self._find(job_id).state.current is None:
             return []
-        return [Made(Technique.FAULT_FREE, "1f1b", job_id), OfJob(job_id)]
+        return [PlanToMake(Technique.FAULT_FREE, "1f1b", job_id), OfJob(job_id)]
 
     def _of_job(self, reference: OfJob) -> Source:
         job = self._find(reference.job_id)
@@ -357,7 +357,7 @@ class PlanSources:
         found = (row["name"] for row in self._library.saved() if row["fingerprint"] == fingerprint)
         return next(found, fingerprint[:12])
 
-    def _made(self, made: Made) -> Source | PendingPlan:
+    def _made(self, made: PlanToMake) -> Source | PendingPlan:
         try:
             job = self._find(made.job_id).plans.job
             answer = self._making.get(job_doc(job), made.failed, made.technique, made.memory)

@@ -375,7 +375,7 @@ def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool
         return f"{nobody}, so nobody can give it the weights. Start the job again.", False
     return (
         f"A new process takes weights, optimizer state and iteration from a living peer of stage {worker.stage} "
-        f"({names(peers, 6, ' and ')}) and joins at an iteration boundary. It then runs its own micro-batches again.",
+        f"({names(peers, 6, ' and ')}) and joins at the end of an iteration. It then runs its own micro-batches again.",
         True,
     )
 

@@ -66,7 +66,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Now:
+class LiveSnapshot:
     """All that one refresh shows. at: when it was read, in POSIX seconds."""
 
     view: JobView
@@ -76,15 +76,15 @@ class Now:
     at: float
 
 
-def read_now(console: ConsoleService, job_id: str, iterations: int, events: int) -> Now:
+def read_now(console: ConsoleService, job_id: str, iterations: int, events: int) -> LiveSnapshot:
     """Reads all that a refresh shows. iterations, events: how many of the newest. Raises ConsoleError: 404; 503, also
     when it takes too long."""
 
-    def read() -> Now:
+    def read() -> LiveSnapshot:
         at = time.time()
         view = console.queries.view(job_id, iterations, events)
         choice = console.operators.choice(job_id)
-        return Now(
+        return LiveSnapshot(
             view,
             choice,
             console.measuring.iteration(console.jobs.find(job_id)),

@@ -637,7 +637,7 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
-class Shown:
+class NamedPlan:
     """A plan with its name on the page. link: its word in a link, which is `saved:` and its fingerprint, or its whole
     question."""
 
@@ -650,14 +650,14 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
     """Draws a plan. solve: the search that made it; None for a saved plan."""
     schedule = schedule_of(plan)
     link = question.in_a_word() if solve is not None else f"{SAVED_PARAM}:{plan.fingerprint}"
-    before = _before(console, Shown(question_words(question), plan, link))
+    before = _before(console, NamedPlan(question_words(question), plan, link))
     large_one = plan.op_count > charts.MAX_BARS
-    compared = {THIS: Shown("This plan", plan)}
+    compared = {THIS: NamedPlan("This plan", plan)}
     if not large_one:
-        compared[REFERENCE] = Shown("Fault-free 1F1B", _reference(plan))
+        compared[REFERENCE] = NamedPlan("Fault-free 1F1B", _reference(plan))
     if before is not None:
         other = "" if before.plan.job.profiles == plan.job.profiles else ", other op times"
-        compared[BEFORE] = Shown(f"Before: {before.name}{other}", before.plan)
+        compared[BEFORE] = NamedPlan(f"Before: {before.name}{other}", before.plan)
     with st.container(
         horizontal=True, vertical_alignment="center", horizontal_alignment="distribute", key="planner-result-head"
     ):
@@ -693,7 +693,7 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
         tables.show(table, "planner-workers", "Figures by worker", placeholder="–")
 
 
-def _chart(compared: dict[str, Shown], colours: Palette) -> None:
+def _chart(compared: dict[str, NamedPlan], colours: Palette) -> None:
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-drawn"):
         shown = address.segmented_control(
             "Show", list(compared), default=THIS, format_func=lambda name: compared[name].name, key=SHOW, wrap=True
@@ -759,10 +759,10 @@ def _forget(console: ConsoleService, plan: Plan) -> None:
 # -- details ------------------------------------------------------------------------------------
 
 
-def _before(console: ConsoleService, shown: Shown) -> Shown | None:
+def _before(console: ConsoleService, shown: NamedPlan) -> NamedPlan | None:
     """Notes the plan that is shown. Returns the newest other plan that was shown before, here or to the sender of the
     link, if it is for the same grid and unit."""
-    known: list[Shown] = st.session_state.setdefault(RESULTS, [])
+    known: list[NamedPlan] = st.session_state.setdefault(RESULTS, [])
     if not known and (sent := st.query_params.get(BEFORE)) and (found := _sent(console, sent)):
         known.append(found)
     if shown.plan.op_count <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
@@ -777,16 +777,16 @@ def _before(console: ConsoleService, shown: Shown) -> Shown | None:
     return before
 
 
-def _sent(console: ConsoleService, link: str) -> Shown | None:
+def _sent(console: ConsoleService, link: str) -> NamedPlan | None:
     """Returns the plan that the sender of a link saw beside it. If it is not there, the page says so."""
     try:
         if link.startswith(f"{SAVED_PARAM}:"):
             plan = console.plans.library.saved_plan(link.partition(":")[2])
-            return Shown(question_words(WhatIf.of_plan(plan)), plan, link)
+            return NamedPlan(question_words(WhatIf.of_plan(plan)), plan, link)
         asked = parse_word(link)
         solve = console.plans.solves.find(asked.asked())
         if solve is not None and solve.plan is not None:
-            return Shown(question_words(asked), solve.plan, link)
+            return NamedPlan(question_words(asked), solve.plan, link)
         words = f"plan {question_words(asked)} to see it"
     except (ConsoleError, PlannerError):
         words = "the link does not say which it was"
@@ -813,7 +813,7 @@ def apply(console: ConsoleService, plan: Plan) -> None:
         if why:
             st.caption(f"It does not fit this job: {why}.")
         else:
-            st.caption("All workers take it up at the next iteration's boundary; nobody is restarted.")
+            st.caption("All workers take it up at the end of the same iteration; nobody is restarted.")
         st.button(
             "Put in force",
             type="primary",

@@ -22,7 +22,7 @@ from openrecycle.app.charts.gantt import MAX_BARS, MAX_NODES, Detail, gantt
 from openrecycle.app.charts.theme import Palette
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.plans.sources import Made, OfJob, Source, job_of, parse_reference
+from openrecycle.app.plans.sources import OfJob, PlanToMake, Source, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, tables
 from openrecycle.app.ui.address import Range, TimeRange, choose_time, within
@@ -400,7 +400,7 @@ def _comparison(source: Source) -> dict[str, str | list[str]]:
     fault-free 1F1B."""
     query: dict[str, str | list[str]] = {"plans": [str(source.reference)]}
     if source.job_id is not None:
-        in_force, plain = OfJob(source.job_id), Made(Technique.FAULT_FREE, "1f1b", source.job_id)
+        in_force, plain = OfJob(source.job_id), PlanToMake(Technique.FAULT_FREE, "1f1b", source.job_id)
         other = in_force if source.measured or source.reference == plain else plain
         query = {"plans": [str(other), str(source.reference)], "job": source.job_id}
     return query

@@ -117,7 +117,7 @@ class KeepTraining:
     """Training goes on.
 
     stretch: the rest of the iteration in flight takes this many times longer, rounded down to milliseconds.
-    pace: of the iterations after it; None: as before. ask: call `boundary` when it ends.
+    pace: of the iterations after it; None: as before. ask: call `iteration_end` when it ends.
     """
 
     stretch: float = 1.0
@@ -147,7 +147,7 @@ class Policy(Protocol):
         neither: it waits for workers."""
         ...
 
-    def boundary(self, cluster: Cluster) -> Reaction:
+    def iteration_end(self, cluster: Cluster) -> Reaction:
         """Called at the end of an iteration for which the policy has asked."""
         ...
 
@@ -496,7 +496,7 @@ class _SimulationRun:
                 self._complete(1)
                 self.asked = False
                 self.cluster.now = now
-                self._apply(self.policy.boundary(self.cluster), now)
+                self._apply(self.policy.iteration_end(self.cluster), now)
             elif not self._iterate(self.pace, until):
                 return
 

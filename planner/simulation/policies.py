@@ -245,7 +245,7 @@ class MeasuredPolicy:
         """The reaction to a loss that leaves `left` nodes."""
         return Stop(self.pause(left))
 
-    def boundary(self, cluster: Cluster) -> Reaction:
+    def iteration_end(self, cluster: Cluster) -> Reaction:
         return KeepTraining()
 
     def pace(self, cluster: Cluster) -> Pace | None:
@@ -340,7 +340,7 @@ class BambooTable(MeasuredPolicy):
             return True
         return (active + self.waiting) // self.stages > self.pipelines
 
-    def boundary(self, cluster: Cluster) -> Reaction:
+    def iteration_end(self, cluster: Cluster) -> Reaction:
         if not self._due():
             return KeepTraining()
         self.order = cluster.ready
@@ -389,7 +389,7 @@ class ReCycleTable(MeasuredPolicy):
             return KeepTraining(ask=True)
         return super().changed(cluster, change, training=training, paused=paused)
 
-    def boundary(self, cluster: Cluster) -> Reaction:
+    def iteration_end(self, cluster: Cluster) -> Reaction:
         return KeepTraining(pace=self.pace(cluster))
 
 
@@ -502,7 +502,7 @@ class GridPolicy(ABC):
             return self.loss(left, max(0, min(hit, left - len(self.active))))
         return KeepTraining(ask=training and left > len(self.active))
 
-    def boundary(self, cluster: Cluster) -> Reaction:
+    def iteration_end(self, cluster: Cluster) -> Reaction:
         grown = self.used(len(self.active) + len(self.standby))
         return self.growth(grown) if grown > len(self.active) else KeepTraining()
 
@@ -656,7 +656,7 @@ class DropReplica(GridPolicy):
             return self.loss(0, whole - left)
         return KeepTraining(ask=whole > self.running)
 
-    def boundary(self, cluster: Cluster) -> Reaction:
+    def iteration_end(self, cluster: Cluster) -> Reaction:
         return self.growth(0) if self.places.whole > self.running else KeepTraining()
 
     def pace(self, cluster: Cluster) -> Pace | None:
@@ -854,7 +854,7 @@ class Best(GridPolicy):
         """Seconds until workers that were moved are back at their places."""
         return self.costs.migrate if self.away else 0.0
 
-    def boundary(self, cluster: Cluster) -> Reaction:
+    def iteration_end(self, cluster: Cluster) -> Reaction:
         grown = self.used(len(self.active) + len(self.standby))
         if grown <= len(self.active):
             return KeepTraining()

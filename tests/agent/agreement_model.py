@@ -112,8 +112,8 @@ class AgreementModel:
         alive = [c for c in world.cells if c.alive]
         if world.broken and alive and all(c.left for c in alive):
             yield from self._agreements(world)
-        at_boundary = len({c.count for c in alive}) == 1 and all(c.phase == WORKS for c in alive)
-        if not world.broken and at_boundary and world.returns < self.returns:
+        at_iteration_end = len({c.count for c in alive}) == 1 and all(c.phase == WORKS for c in alive)
+        if not world.broken and at_iteration_end and world.returns < self.returns:
             yield from self._agreements(world, only_returns=True)
 
     # -- in a generation ------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.stage import assemble
 from openrecycle.agent.transport.group import HostGroup, PendingTransfer
 from openrecycle.agent.transport.ranks import Ranks
-from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, Script, TransferLayout, connect
+from openrecycle.agent.transport.transfers import GenerationGroups, OrderedTransfers, Script, TransferLayout, connect
 from openrecycle.agent.workers import executor as executor_module
 from openrecycle.agent.workers.executor import DeviceOpQueue, Executor, OpQueue
 from openrecycle.agent.workers.validation_exchange import Steps
@@ -249,7 +249,7 @@ def train(device: torch.device, optimization: Optimization, by_host: bool, ahead
         )
         own: list[Any] = [Group(wires, name, rank[me]) for name in ("forward", "backward")]
         own.append(_Peers(wires, me.stage, me.pipeline))
-        lines: Any = Lines(me, *(map(HostGroup, own) if by_host else own), rank)
+        lines: Any = GenerationGroups(me, *(map(HostGroup, own) if by_host else own), rank)
 
         def transfers(layout: TransferLayout) -> OrderedTransfers:
             assert layout.device == device

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 ITERATIONS = 32  # the console has to take up two plans before they are done, on a busy machine too
 
 
-def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
+def test_all_take_it_up_at_the_end_of_an_iteration_and_the_bits_stay(tmp_path: Path) -> None:
     reference = uncut(pipelines=2, stages=2, micro_batches=2, iterations=ITERATIONS)
     record = tmp_path / "run.jsonl"
     command = ["train", "--record", str(record), *SQUARE, *TINY]

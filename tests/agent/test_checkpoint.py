@@ -500,15 +500,15 @@ def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> N
     for parameter in stage.module.parameters():
         stage.gradients.add(parameter, torch.ones_like(parameter))
     stage.step(None)
-    keeper.boundary(stage, 1, Writer())
-    # The step before the copy is overturned: the same boundary comes again, with other parameters.
+    keeper.iteration_end(stage, 1, Writer())
+    # The step before the copy is overturned: the same iteration's end comes again, with other parameters.
     assert stage.parameters_sha256() != before and stage.settle(SKIP)
-    keeper.boundary(stage, 1, Writer())
+    keeper.iteration_end(stage, 1, Writer())
     right = stage.parameters_sha256()
     assert right == before
     assert whole_checkpoints(tmp_path) == []
     stage.step()
-    keeper.boundary(stage, 1, Writer())
+    keeper.iteration_end(stage, 1, Writer())
     keeper.finish()
     assert said == [(2, None)]
     taken = _stage(9)
@@ -516,9 +516,9 @@ def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> N
     assert taken.parameters_sha256() == right
     # Not due, not this worker's, and the last one, which is always written.
     stage.step()
-    keeper.boundary(stage, 1, None)
+    keeper.iteration_end(stage, 1, None)
     stage.step()
-    keeper.boundary(stage, 1, Writer(), last=True)
+    keeper.iteration_end(stage, 1, Writer(), last=True)
     keeper.finish()
     assert said == [(2, None), (5, None)]
 
@@ -598,9 +598,9 @@ def test_the_last_checkpoint_waits_for_the_one_before_however_long_that_takes(
         wish, Origin(Identity("tests:job", 1, 1, 1, 1, 0)), 0, 1, lambda *what: said.append(what), interrupted
     )
     stage = _stage(0, 2)
-    keeper.boundary(stage, 1, Writer())
+    keeper.iteration_end(stage, 1, Writer())
     stage.step()
-    keeper.boundary(stage, 1, Writer(), last=True)
+    keeper.iteration_end(stage, 1, Writer(), last=True)
     threading.Thread(target=lambda: patience.wait() and disk.set()).start()
     keeper.finish()
     assert said == [(2, None), (3, None)]

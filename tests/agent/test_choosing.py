@@ -411,7 +411,7 @@ def test_a_worker_that_is_asked_to_leave_is_out_without_a_failure(mode: Mode) ->
     generation = run.opened[-1]
     assert generation.failed == ("W1_0",) and generation.reason == "ada asked W1_0 to leave"
     assert not [n for n in run.notes if n.kind == "failure"]
-    # Until it has left it counts, so that it can leave at the boundary; it changes nothing any more.
+    # Until it has left it counts, so that it can leave at the iteration's end; it changes nothing any more.
     assert run.send(GenerationAcknowledged("W1_0", "W1_0-1", 1, "resumed")).refusal is None
     before = run.state
     run.resume("W0_0", "W0_1")

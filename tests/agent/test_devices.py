@@ -448,7 +448,7 @@ def test_what_begins_while_its_group_is_aborted_is_aborted_too(group: Any, backe
         pending.wait()
 
 
-def _alone(begun: groups.Begun) -> Groups:
+def _alone(begun: groups.PendingConnections) -> Groups:
     """All groups of a generation that has one worker."""
     me = Worker(0, 0)
     store: Any = torch.distributed.HashStore()
@@ -461,7 +461,7 @@ def _alone(begun: groups.Begun) -> Groups:
 @pytest.mark.processes
 def test_a_kernel_that_waits_for_a_neighbour_takes_few_multiprocessors(backends: list[_Backend]) -> None:
     """Left alone, those that wait for a few neighbours would take all, and nothing would compute what they wait for."""
-    _alone(groups.Begun())
+    _alone(groups.PendingConnections())
     _group("sums")
     ctas = [backend.options.config.max_ctas for backend in backends]
     assert ctas == [groups.MESSAGE_CTAS, groups.MESSAGE_CTAS, None]
@@ -471,7 +471,7 @@ def test_a_kernel_that_waits_for_a_neighbour_takes_few_multiprocessors(backends:
 def test_groups_that_are_given_up_wait_for_no_device(backends: list[_Backend], monkeypatch: pytest.MonkeyPatch) -> None:
     """That runs aside, while the next generation has receives on it."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waits for the device"))
-    _alone(groups.Begun()).close()
+    _alone(groups.PendingConnections()).close()
     _joined("abort-group")
     assert [backend.aborted for backend in backends] == [1, 1]
 
@@ -481,7 +481,7 @@ def test_a_thread_that_is_left_behind_connects_no_more(
     backends: list[_Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has the device wait for, and the end of that, would hold up the generation that trains by then."""
-    begun = groups.Begun()
+    begun = groups.PendingConnections()
 
     class Made(groups.NcclGroup):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -37,16 +37,16 @@ class NobodyComes:
         raise RuntimeError("wait timeout")
 
 
-@pytest.mark.parametrize(("at_boundary", "seconds"), [(False, TIMEOUTS.form), (True, TIMEOUTS.transfer)])
+@pytest.mark.parametrize(("at_iteration_end", "seconds"), [(False, TIMEOUTS.form), (True, TIMEOUTS.transfer)])
 def test_who_joins_waits_for_the_iteration_in_hand(
-    at_boundary: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+    at_iteration_end: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long one takes: to give up would interrupt it."""
     communicator, store = Communicator(TIMEOUTS), NobodyComes()
     monkeypatch.setattr(StoreClient, "connect", lambda self, address, timeout: store)
     me, peer = Worker(0, 0), Worker(1, 0)
     with pytest.raises(TransferError, match=golden("generation-2-did-not-come")):
-        communicator.form(2, me, [me, peer], ("127.0.0.1", 1), at_boundary=at_boundary)
+        communicator.form(2, me, [me, peer], ("127.0.0.1", 1), at_iteration_end=at_iteration_end)
     assert store.waited == [timedelta(seconds=seconds)]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.own_loops.own_loop import LearnedTransfers
 from openrecycle.agent.transport.group import Devices, GlooGroup
-from openrecycle.agent.transport.transfers import Lines, Script
+from openrecycle.agent.transport.transfers import GenerationGroups, Script
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.schedule import MicroBatch, Schedule
@@ -28,9 +28,9 @@ ITERATIONS = 3
 TIMEOUTS = Timeouts(transfer=30.0, group=40.0)
 
 
-def lines_of(store: Any, me: Worker, living: list[Worker]) -> Lines:
+def lines_of(store: Any, me: Worker, living: list[Worker]) -> GenerationGroups:
     group = GlooGroup(store, "world", living.index(me), living, TIMEOUTS, Devices("127.0.0.1"))
-    return Lines(me, group, group, None, {worker: i for i, worker in enumerate(living)})
+    return GenerationGroups(me, group, group, None, {worker: i for i, worker in enumerate(living)})
 
 
 def label(iteration: int, kind: str, key: MicroBatch, stage: int) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def label(iteration: int, kind: str, key: MicroBatch, stage: int) -> list[torch.
     return [torch.full((stage + 1, i + 1), number, dtype=dtype) for i in range(stage + 1)]
 
 
-def live(schedule: Schedule, lines: Lines) -> None:
+def live(schedule: Schedule, lines: GenerationGroups) -> None:
     script, me = Script.of(schedule, lines.me), lines.me
     transfers = LearnedTransfers(lines, schedule.problem.job)
     for iteration in range(ITERATIONS):

@@ -199,7 +199,7 @@ def test_one_that_dies_before_its_launcher_knew_that_it_was_to_leave_stays_out()
 def test_one_stays_until_all_have_said_that_others_have_its_parts(job: _Job) -> None:
     job.share()
     job.deploy(2, leaving=("W1_0",))
-    # The generation opens at once, at a boundary; the worker is in it, and known as one that is to go.
+    # The generation opens at once, at an iteration's end; the worker is in it, and known as one that is to go.
     assert "W1_0" in job.deployment.living and job.deployment.leaving == ("W1_0",)
     assert "W1_0" not in job.deployment.failed and job.told[-1]["after"] is not None
     job.form()
@@ -214,7 +214,7 @@ def test_one_stays_until_all_have_said_that_others_have_its_parts(job: _Job) -> 
 
 
 def test_nobody_is_asked_before_all_have_formed(job: _Job) -> None:
-    """Where nothing had to be taken they say so before: and there is no boundary yet at which to leave."""
+    """Where nothing had to be taken they say so before: and no iteration has ended yet, after which to leave."""
     job.deploy(2, leaving=("W1_0",))
     job.share()
     job.form(but=("W0_1",))

@@ -661,7 +661,7 @@ def test_peers_that_drift_apart_are_found_by_the_checkpoint(tmp_path: Any) -> No
 @pytest.mark.processes
 @pytest.mark.parametrize("synchronous", [(), at_length(("--synchronous",))])
 def test_peers_that_do_not_drift_are_left_alone(synchronous: tuple[str, ...], tmp_path: Path) -> None:
-    """Compared at every boundary, through updates that are clipped, left out and taken back, a death, and a return:
+    """Compared after every iteration, through updates that are clipped, left out and taken back, a death, and a return:
     a step that is not settled yet is compared with its like only."""
     run = nan_model(
         tmp_path / "run.jsonl",

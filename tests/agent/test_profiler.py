@@ -32,7 +32,7 @@ from openrecycle.agent.profiling import (
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Stage
-from openrecycle.agent.transport.transfers import Lines
+from openrecycle.agent.transport.transfers import GenerationGroups
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Problem, Worker
 from openrecycle.planner.profiles import load_profile
@@ -237,7 +237,10 @@ def test_messages_of_all_rounds_have_the_tag_that_nccl_has() -> None:
 
     line: Any = Line()
     for me in range(2):
-        assert len(pass_on(Lines(Worker(0, me), line, line, None, {}), me, 8, range(3), torch.device("cpu"))) == 3
+        assert (
+            len(pass_on(GenerationGroups(Worker(0, me), line, line, None, {}), me, 8, range(3), torch.device("cpu")))
+            == 3
+        )
     assert passed == [("send", 0), ("receive", 0)] * 3 + [("receive", 0), ("send", 0)] * 3
 
 

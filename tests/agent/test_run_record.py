@@ -286,7 +286,7 @@ def test_the_second_death_of_a_worker_is_recorded_with_the_generation_that_follo
     assert train(4, 3, A, B, C) == [f"{D} 4"]
 
 
-def test_iterations_before_a_boundary_belong_to_the_old_generation_and_wait_for_no_newcomer() -> None:
+def test_iterations_before_a_change_belong_to_the_old_generation_and_wait_for_no_newcomer() -> None:
     record = _running()
     record.died(D, detected_at=2 * MS)
     record.generation_opened(2, [A, B, C], at=3 * MS)

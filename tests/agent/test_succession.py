@@ -35,7 +35,7 @@ from openrecycle.agent.nodes.succession import (
     Copy,
     Follow,
     GiveUp,
-    Here,
+    LauncherAnswer,
     Lead,
     LeadStatus,
     Search,
@@ -384,7 +384,7 @@ def test_a_disk_that_is_full_by_then_keeps_no_node_from_its_vote(
         status.lose_lead()
         monkeypatch.setattr(tempfile, "tempdir", missing)
         answer = ask((hub.host, hub.port), token, "a run", {"term": 2, "rank": 2, "age": (1, 1)})
-        assert isinstance(answer, Here), "and not: silent"
+        assert isinstance(answer, LauncherAnswer), "and not: silent"
         with pytest.raises(InputError, match="TMPDIR"):
             NodeHub("127.0.0.1", 0, 3, f"another {token}", lambda _: None)
     finally:

@@ -23,7 +23,14 @@ from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.models.layers import CPU, TensorSpec
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.transport.ranks import Ranks
-from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, Script, TransferLayout, Transfers, connect
+from openrecycle.agent.transport.transfers import (
+    GenerationGroups,
+    OrderedTransfers,
+    Script,
+    TransferLayout,
+    Transfers,
+    connect,
+)
 from openrecycle.agent.workers.executor import Executor, OpError
 from openrecycle.agent.workers.recovery import Redo
 from openrecycle.planner.jobs.job import Worker
@@ -312,7 +319,7 @@ class _Steps:
 class Labelled(Transfers):
     """Labels what it sends, and looks at the labels of what it gets."""
 
-    def __init__(self, lines: Lines, layout: TransferLayout) -> None:
+    def __init__(self, lines: GenerationGroups, layout: TransferLayout) -> None:
         super().__init__(lines, layout)
         self.lines, self.iteration = lines, 0
 
@@ -363,7 +370,7 @@ def train(
     def task(me: Worker) -> Callable[[], None]:
         peers = tuple(w for w in living if w.stage == me.stage)
         size = len(peers)
-        lines: Any = Lines(
+        lines: Any = GenerationGroups(
             me,
             *(Group(wires, name, rank[me]) for name in ("forward", "backward")),  # type: ignore[arg-type]
             Peers(wires, me.stage, size) if size > 1 else None,  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, LeadTerm
 from openrecycle.agent.messages.protocol import DEPOSED, LEAD, Acknowledgement, BatchReply, WorkerState
-from openrecycle.app.api.agents import Together
+from openrecycle.app.api.agents import ReportBatcher
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import CALLER, Access, Caller, Role
@@ -144,7 +144,7 @@ def test_reports_of_two_leads_share_no_transaction() -> None:
         return BatchReply(generation=1, taken=len(messages), refused=())
 
     async def all_at_once() -> list[BatchReply | BaseException]:
-        together, one = Together(take), Acknowledgement.model_validate(ACKNOWLEDGED)
+        together, one = ReportBatcher(take), Acknowledgement.model_validate(ACKNOWLEDGED)
         leads = [None, LeadTerm(2, 1), LeadTerm(2, 1), LeadTerm(1, 0), LeadTerm(2, 1)]
         return await asyncio.gather(*(together.post("job", [one], lead) for lead in leads), return_exceptions=True)
 

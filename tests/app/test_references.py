@@ -10,10 +10,10 @@ from ui_factory import plan as made_plan
 
 from openrecycle.app.plans.service import use_plan
 from openrecycle.app.plans.sources import (
-    Made,
     MeasuredReference,
     OfJob,
     PendingPlan,
+    PlanToMake,
     Reference,
     Saved,
     Source,
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.processes
 WORD = st.from_regex(r"[0-9A-Za-z_-]{1,64}", fullmatch=True)
 WORKER = st.builds("W{}_{}".format, st.integers(0, 99), st.integers(0, 99))
 MADE = st.builds(
-    Made,
+    PlanToMake,
     st.sampled_from(Technique),
     st.sampled_from(["1f1b", "uniform", "none", "7"]),
     WORD,

@@ -21,7 +21,7 @@ from openrecycle.agent.messages.protocol import (
     RefusedReport,
     Registration,
 )
-from openrecycle.app.api.agents import Together
+from openrecycle.app.api.agents import ReportBatcher
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob, read_processes
 from openrecycle.app.runtime.errors import ConsoleError
@@ -336,7 +336,7 @@ def test_what_is_posted_while_a_job_stores_is_taken_together_and_answered_apart(
         return BatchReply(generation=3, taken=len(messages) - len(refused), refused=refused)
 
     async def all_at_once() -> list[BatchReply]:
-        together, parts = Together(take), [ACKNOWLEDGEMENTS[:1], ACKNOWLEDGEMENTS[:4], ACKNOWLEDGEMENTS[2:4]]
+        together, parts = ReportBatcher(take), [ACKNOWLEDGEMENTS[:1], ACKNOWLEDGEMENTS[:4], ACKNOWLEDGEMENTS[2:4]]
         posts = [asyncio.create_task(together.post("job", parts[0]))]
         assert await asyncio.to_thread(stores.wait, 60)
         posts += [asyncio.create_task(together.post("job", part)) for part in parts[1:]]
@@ -357,7 +357,7 @@ def test_all_whose_reports_can_not_be_stored_are_told(console: ConsoleService, s
     store.broken = True
 
     async def both() -> list[BatchReply | BaseException]:
-        together = Together(console.reports.register)
+        together = ReportBatcher(console.reports.register)
         posts = [together.post(job_id, REGISTRATIONS[:1]), together.post(job_id, REGISTRATIONS[1:])]
         return await asyncio.gather(*posts, return_exceptions=True)
 

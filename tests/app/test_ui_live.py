@@ -360,7 +360,7 @@ def test_each_state_of_a_worker_has_its_look(console: ConsoleService) -> None:
     legend = next(body for body in html(test).split("\n") if "or-legend" in body)
     for look, count in (("running", 8), ("slow", 1), ("re-routed", 2), ("failed", 1)):
         assert f"<b>{count}</b>" in legend.split(f"or-look-{look}")[1].split("</span>")[0], look
-    # Its new process is there, and waits for the iteration's boundary.
+    # Its new process is there, and waits for the iteration's end.
     console.reports.register(job.job_id, [Registration(worker="W1_2", incarnation="W1_2-b", host="node1", pid=200)])
     console.operators.pause(job.job_id, "ada")
     assert not test.dataframe, "what is not opened is not sent"

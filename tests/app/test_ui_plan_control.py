@@ -8,7 +8,7 @@ from ui_console import MAIN, JobHere, until
 
 from openrecycle.agent.messages.protocol import Acknowledgement
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.console.view import RollOut, Taken
+from openrecycle.app.console.view import GenerationProgress, RollOut
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.ui.live import roll_out_html
 from tests.golden import golden
@@ -111,7 +111,7 @@ def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: ConsoleService) 
 
 
 def test_of_many_workers_the_last_ones_are_listed() -> None:
-    workers = tuple(Taken(f"W{p}_0", 1.0, 2.0, 10.0 + p) for p in range(100))
+    workers = tuple(GenerationProgress(f"W{p}_0", 1.0, 2.0, 10.0 + p) for p in range(100))
     page = roll_out_html(RollOut(3, 0.0, "x", workers))
     assert golden("all-100-workers-train-by") in page
     assert page.index("W99_0") < page.index("W98_0") and "W2_0<" not in page

@@ -121,9 +121,9 @@ class ScriptedRun:
                 out.append(Pause(step, failed, moved, 0.0, commit.at - issued - period))
             else:
                 last = max(i for i, c in enumerate(self.commits[:settled]) if self.failed(c) == before)
-                boundary = self.commits[last].at
-                lost = commit.at - boundary - (settled - last) * period
-                out.append(Pause(step, failed, moved, max(0.0, boundary - issued), lost))
+                ended = self.commits[last].at
+                lost = commit.at - ended - (settled - last) * period
+                out.append(Pause(step, failed, moved, max(0.0, ended - issued), lost))
         return out
 
 

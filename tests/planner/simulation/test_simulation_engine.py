@@ -35,7 +35,7 @@ class Rules:
     every: int
     checkpoint: int
     stretch: float
-    rejoin: int | None  # pause at the boundary after a return; None: it waits for the next loss
+    rejoin: int | None  # pause at the iteration's end after a return; None: it waits for the next loss
     stops: bool  # at a loss; else the iteration goes on, stretched
 
     def pace_of(self, usable: int) -> int | None:
@@ -60,7 +60,7 @@ class Scripted:
         stretch = self.rules.stretch if change.lost else 1.0
         return KeepTraining(stretch=stretch, ask=self.rules.rejoin is not None and bool(change.ready))
 
-    def boundary(self, cluster: Cluster) -> Reaction:
+    def iteration_end(self, cluster: Cluster) -> Reaction:
         assert self.rules.rejoin is not None
         return Stop(self.rules.rejoin * 1000, save=True)
 

@@ -1,4 +1,4 @@
-"""A worker that returns: the others finish what they are at, let it in at a boundary, and go on."""
+"""A worker that returns: the others finish what they are at, let it in at the end of an iteration, and go on."""
 
 from __future__ import annotations
 
