@@ -414,6 +414,10 @@ class Launcher:
         for cell in takeover.lost:
             self._died(cell, takeover.lost_at, known=False)
         self._coordination.lead_changed(takeover.lost, takeover.text, time.monotonic())
+        spares = [spare.rank for _, spare in self._pool.spares.all()]
+        for cell, incarnation in takeover.lost.items():  # some have ended here, while no launcher led
+            if left := tuple(rank for whose, rank in spares if whose == incarnation):
+                self._coordination.failed(Failure("exit", cell, incarnation, detail=takeover.text, spare=left))
         for about in saved["workers"]:
             if Worker.parse(about["worker"]) in takeover.lost:
                 gone = (about["worker"], about["incarnation"], about["node"])
@@ -430,6 +434,7 @@ class Launcher:
         self._take_news(seconds)
         if self._end_asked:
             self._end_early()
+        self._use_spares()
         self._start_due()
         self._stand_still()
         self._hand_out()
@@ -700,16 +705,14 @@ class Launcher:
         spare = entry.spare_ranks
         if not entry.fenced:
             self._lost(entry, detected, entry.ending, spare)
-        elif spare and self._pool.running:
+        elif spare:
             # The end of the worker is known already, but not which of its ranks are spare.
             self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=entry.error, spare=spare))
         self._pool.spare(entry)
-        if self._pool.running:
-            self._use_spares()
-        elif not entry.fenced:
+        if not (self._pool.running or entry.fenced):
             # All weights are lost with the last process, whatever the coordination decides.
             why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
-            if not self._on_the_way:
+            if not (self._on_the_way and self._goes_back):
                 raise JobFailed(why)
             self._stands = why
 
@@ -764,11 +767,12 @@ class Launcher:
 
     @property
     def _on_the_way(self) -> list[str]:
-        """Workers that are to be started again, or are about to ask for their place. Those that have asked and got none
-        do not count."""
-        return self._to_be_started + [
-            str(worker) for worker, entry in self._pool.running.items() if not (entry.member or entry.waits)
-        ]
+        """Workers that are to be started again or made of spare ranks, or are about to ask for their place. Those that
+        have asked and got none do not count."""
+        place = self._place_of_spares
+        made = [] if place is None or not self._pool.promises_spares(self._ranks) else [str(place)]
+        asking = [str(worker) for worker, entry in self._pool.running.items() if not (entry.member or entry.waits)]
+        return list(dict.fromkeys((*self._to_be_started, *made, *asking)))
 
     @property
     def _to_be_started(self) -> list[str]:
@@ -846,20 +850,28 @@ class Launcher:
         if one is not None:
             self._coordination.failed(Failure("exception", one.worker, one.incarnation, deployment.generation, why))
 
-    def _use_spares(self) -> None:
-        """Makes a worker out of spare ranks, where a node has enough of them, for the stage that has the fewest
-        workers.
-        """
-        ranks, cells = self._options.platform.ranks_per_worker, self._options.job.workers()
-        if ranks == 1 or self._deployed is None:
-            return
+    @property
+    def _ranks(self) -> int:
+        return self._options.platform.ranks_per_worker
+
+    @property
+    def _place_of_spares(self) -> Worker | None:
+        """The place of the next worker that is made of spare ranks, which is in the stage that has the fewest workers.
+        None: none is needed."""
+        if self._ranks == 1 or self._deployed is None or (self._ends and not self._lacking):
+            return None
         living = Counter(w.stage for w in self._pool.running)
-        free = sorted((w for w in cells if w not in self._pool.running), key=lambda w: (living[w.stage], w))
-        if not free or (spares := self._pool.take_spares(ranks)) is None:
-            return
-        place = free[0]
-        self._listener({"warning": f"{ranks} spare ranks become a worker again, {place}"})
-        self._start(place, joins=True, spares=spares)
+        free = (w for w in self._options.job.workers() if w not in self._pool.running)
+        return min(free, key=lambda w: (living[w.stage], w), default=None)
+
+    def _use_spares(self) -> None:
+        """Makes workers out of spare ranks, where a node has enough of them. Each turn looks: ranks may have become
+        spare before this launcher led, and what kept them from being used may be over."""
+        while (place := self._place_of_spares) is not None:
+            if (spares := self._pool.take_spares(self._ranks)) is None:
+                return
+            self._listener({"warning": f"{self._ranks} spare ranks become a worker again, {place}"})
+            self._start(place, joins=True, spares=spares)
 
     def _certain(self, recorded: RecordedProgress) -> None:
         """Reports what the record has found to be certain by now."""
@@ -1206,10 +1218,14 @@ class Launcher:
         that stage. It is not known of workers on other nodes."""
         if self._coordination.judges_silence:
             return False
-        faults = self._options.faults
         peers = self._peers(entry)
-        lost_for_good = not back_to(self._options.checkpoints.folder is not None, faults.max_restarts)
-        return lost_for_good and entry.member and all(e.stopped and self._silent(e, now) for e in peers)
+        return not self._goes_back and entry.member and all(e.stopped and self._silent(e, now) for e in peers)
+
+    @property
+    def _goes_back(self) -> bool:
+        """Whether the job goes on when a stage's weights are lost."""
+        options = self._options
+        return bool(back_to(options.checkpoints.folder is not None, options.faults.max_restarts))
 
     def _say_nobody_is_heard(self) -> None:
         nobody = self._silences.nobody_heard
@@ -1243,7 +1259,7 @@ class Launcher:
             if first:
                 raise JobFailed(f"a process for {cell} can't be started ({error})") from None
             if spares is not None:
-                self._pool.spares.put_back(spares)
+                self._pool.spares.put_back(spares, time.monotonic())
             self._listener({"warning": f"a process for {cell} can't be started ({error}); the others go on"})
             return None
         entry.whole = not joins

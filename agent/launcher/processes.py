@@ -20,12 +20,14 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from openrecycle.agent.config.options import LOOPBACK
+from openrecycle.agent.launcher.restarts import RestartPolicy
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.messages.protocol import TOKEN_VARIABLE, Doing
@@ -109,11 +111,18 @@ class Spares(NamedTuple):
         return tuple(spare.rank for spare in self.left)
 
 
+SPARES_TRIED = RestartPolicy(most=5, first=10.0)
+"""How often in a row a job that waits for nothing else tries to start a worker from a node's spare ranks, and when."""
+
+
 class SpareRanks:
-    """The spare ranks of workers that have ended, by node. The oldest are taken first."""
+    """The spare ranks of workers that have ended, by node. The oldest are taken first. Those from which no worker could
+    be started are taken again later, or as soon as more come."""
 
     def __init__(self) -> None:
         self._left: dict[int, list[SpareRank]] = {}
+        self._failed: dict[int, tuple[int, float]] = {}
+        """For nodes where no worker could be started: how often in a row, and when it is tried again."""
 
     def on(self, node: int) -> tuple[SpareRank, ...]:
         return tuple(self._left.get(node, ()))
@@ -123,16 +132,33 @@ class SpareRanks:
         return [(node, spare) for node, left in self._left.items() for spare in left]
 
     def add(self, node: int, spares: Iterable[SpareRank]) -> None:
+        """Takes the spare ranks of a worker that has ended. If it left none, it may have left what new ones lacked."""
         self._left.setdefault(node, []).extend(spares)
+        self._failed.pop(node, None)
 
     def keep(self, nodes: Collection[int]) -> None:
         """Forgets the spare ranks of all nodes but these."""
         self._left = {node: left for node, left in self._left.items() if node in nodes}
+        self._failed = {node: failed for node, failed in self._failed.items() if node in nodes}
 
-    def take(self, ranks: int) -> Spares | None:
-        """Takes so many spare ranks of one node. None: no node has as many."""
-        node = next((node for node, left in sorted(self._left.items()) if len(left) >= ranks), None)
+    def take(self, ranks: int, now: float, there: Callable[[int], bool] = lambda node: True) -> Spares | None:
+        """Takes so many spare ranks of one node. None: no node has as many that can be tried now. now: monotonic
+        seconds. there: says whether a node is there."""
+
+        def usable(node: int) -> bool:
+            return len(self._left[node]) >= ranks and now >= self._tries(node)[1] and there(node)
+
+        node = next(filter(usable, sorted(self._left)), None)
         return None if node is None else Spares(node, self.take_of(node, self._left[node][:ranks]))
+
+    def promise(self, ranks: int, ending: Mapping[int, int]) -> bool:
+        """Says whether some node has so many spare ranks, and has not failed too often to start a worker from them.
+        ending: how many more may become spare, by node."""
+        nodes = {*self._left, *ending}
+        return any(
+            len(self._left.get(node, ())) + ending.get(node, 0) >= ranks and self._tries(node)[0] < SPARES_TRIED.most
+            for node in nodes
+        )
 
     def first(self, node: int, ranks: int) -> tuple[SpareRank, ...]:
         """Returns the spare ranks in whose place a new worker of so many ranks starts on this node, at most all there
@@ -152,9 +178,14 @@ class SpareRanks:
         self._left[node] = [spare for spare in self._left.get(node, ()) if spare not in spares]
         return tuple(spares)
 
-    def put_back(self, spares: Spares) -> None:
-        """Puts spare ranks back at the front, since no worker could be started from them."""
+    def put_back(self, spares: Spares, now: float) -> None:
+        """Puts spare ranks back at the front, since no worker could be started from them. now: monotonic seconds."""
         self._left.setdefault(spares.node, [])[:0] = spares.left
+        tries = self._tries(spares.node)[0] + 1
+        self._failed[spares.node] = tries, now + SPARES_TRIED.delay(tries)
+
+    def _tries(self, node: int) -> tuple[int, float]:
+        return self._failed.get(node, (0, -math.inf))
 
 
 @dataclass
@@ -599,8 +630,16 @@ class ProcessPool:
         self.spares.add(self.node_of(entry), [SpareRank((entry.incarnation, rank), slot) for rank, slot in left])
 
     def take_spares(self, ranks: int) -> Spares | None:
-        """Takes so many spare ranks of one node that is there. None: no node has as many."""
-        return self.spares.take(ranks)
+        """Takes so many spare ranks of one node that is there. None: no node has as many that can be tried now."""
+        return self.spares.take(ranks, time.monotonic(), self.has_node)
+
+    def promises_spares(self, ranks: int) -> bool:
+        """Says whether so many ranks of one node are spare, or may be as soon as the silent workers there that were
+        told to end have done so."""
+        ending = Counter[int]()
+        for entry in self._aside:
+            ending[self.node_of(entry)] += ranks - 1 if entry.asked else 0
+        return self.spares.promise(ranks, ending)
 
     @property
     def own_node(self) -> int:

@@ -149,12 +149,14 @@ ACK_SECONDS = 0.25
 
 
 class RemoteProcess:
-    """A worker's process on another node, as a ProcessHandle. sentinel: becomes readable when it has ended."""
+    """A worker's process on another node, as a ProcessHandle. sentinel: becomes readable when it has ended. unstarted:
+    its node could not start it."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.spare: tuple[int, ...] = ()
+        self.unstarted = False
         self.ends = None
         self.sentinel, write = os.pipe()
         self._write: int | None = write
@@ -353,6 +355,7 @@ class NodeLink:
             with self._lock:
                 del self._workers[message["incarnation"]]
             pipe.close()
+            process.unstarted = message.get("unstarted") is True
             process.ended(_exit_code(message["code"]), _ranks(message.get("spare")))
 
     def _break(self) -> None:
@@ -910,9 +913,20 @@ class SpreadPool(ProcessPool):
             self.running[worker] = entry
         return entry
 
+    def spare(self, entry: WorkerProcess) -> None:
+        if isinstance(entry.process, RemoteProcess) and entry.process.unstarted:
+            filled = tuple(SpareRank(rank, -1) for rank in entry.made_of)
+            self.spares.put_back(Spares(self.node_of(entry), filled), time.monotonic())
+        else:
+            super().spare(entry)
+
     def take_spares(self, ranks: int) -> Spares | None:
         self._look_for_spares()
         return super().take_spares(ranks)
+
+    def promises_spares(self, ranks: int) -> bool:
+        self._look_for_spares()
+        return super().promises_spares(ranks)
 
     def _look_for_spares(self) -> None:
         """Brings the spare ranks up to date. Those of a node that is gone are lost, even if it is back. A node that has

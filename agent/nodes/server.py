@@ -501,7 +501,7 @@ class NodeServer:
 
     def _start(self, document: dict[str, Any], fill: Collection[RankOf]) -> None:
         """Starts a worker. fill: the spare ranks in whose place it starts, as the leader says. If it can't be started,
-        they are lost here and for the leader."""
+        they stay spare."""
         spec = decode_spec(document)
         if self._pool is None:
             self._pool = self._make_pool(spec.run.workload)
@@ -512,8 +512,10 @@ class NodeServer:
         try:
             entry = self._pool.start(cell, lambda _: spec, time.monotonic(), spares)
         except (OSError, EOFError) as error:
+            self._pool.spares.put_back(spares, time.monotonic())
             self._say(f"a process for {spec.worker} can't be started ({error})")
-            self._tell({"kind": "exited", "incarnation": spec.incarnation, "code": 1, "spare": []})
+            exited = {"kind": "exited", "incarnation": spec.incarnation, "code": 1, "spare": []}
+            self._tell(exited | {"unstarted": True})
             return
         entry.incarnation = spec.incarnation
         self._entries[spec.incarnation] = entry

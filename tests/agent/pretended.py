@@ -13,7 +13,7 @@ from openrecycle.agent.config.options import Faults, TrainingOptions
 from openrecycle.agent.coordination.launcher import Coordination
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.launcher.launch import Launcher, Takeover
-from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess
+from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, Spares, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes.pool import RemoteProcess
@@ -26,20 +26,36 @@ GIVEN_UP_SECONDS = 60.0
 
 @dataclass
 class PretendedWorker(WorkerProcess):
-    """name: of its place. number: it is the one of that number there, from 1."""
+    """name: of its place. number: it is the one of that number there, from 1. left: its ranks that are spare once it
+    has ended."""
 
     name: str = ""
     number: int = 1
+    left: tuple[int, ...] = ()
     theirs: Any = field(default=None, kw_only=True)
 
     def say(self, kind: str, **about: Any) -> None:
         channel.send(self.theirs, kind=kind, **about)
 
     def ready(self) -> None:
-        self.say("ready", host="here", pids=[1])
+        self.say("ready", host="here", pids=[1 + slot for slot in self.slots])
+
+    def die(self, *left: int) -> None:
+        """left: as above."""
+        self.left = left
+        self.process.ended(1)  # type: ignore[attr-defined]
+
+    @property
+    def spare_ranks(self) -> tuple[int, ...]:
+        return self.left
 
     def end(self) -> None:
-        self.kill()
+        """One that leaves spare ranks also has one that hangs, which is killed later."""
+        self.asked = True
+        if self.left:
+            threading.Timer(0.5, self.kill).start()
+        else:
+            self.kill()
 
     def kill(self) -> None:
         self.process.kill()
@@ -58,12 +74,16 @@ class PretendedWorkers(ProcessPool):
         self.started: list[str] = []
         self._on_start, self._on_message = on_start, on_message
 
-    def start(self, worker: Worker, *_: Any) -> PretendedWorker:
+    def start(
+        self, worker: Worker, make_spec: Any = None, now: float = 0.0, spares: Spares | None = None, *_: Any
+    ) -> PretendedWorker:
         ours, theirs = multiprocessing.Pipe()
         process = RemoteProcess(lambda: process.ended(-9))
         number = self.started.count(str(worker)) + 1
         about = {"name": str(worker), "number": number, "theirs": theirs}
         entry = PretendedWorker(worker, f"{worker}-{number}", process, ours, time.monotonic(), **about)
+        entry.made_of = spares.ranks if spares is not None else ()
+        entry.slots = tuple(range(make_spec(entry.incarnation).ranks if make_spec else 1))
         entry.send = lambda message: self._on_message(entry, message)
         self.started.append(str(worker))
         self._on_start(entry)
@@ -79,11 +99,13 @@ def launcher(
     faults: Faults | None = None,
     heartbeat_seconds: float | None = None,
     takeover: Takeover | None = None,
+    **options: Any,
 ) -> Launcher:
+    """options: more of the job's."""
     catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
-    options = TrainingOptions(job=job, iterations=10, faults=faults or Faults())
+    options = {"job": job, "iterations": 10, "faults": faults or Faults(), **options}
     workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt")
-    spec = RunSpec(options, workload, job.partition, heartbeat_seconds=heartbeat_seconds)
+    spec = RunSpec(TrainingOptions(**options), workload, job.partition, heartbeat_seconds=heartbeat_seconds)
     return Launcher(spec, decides(catalog), on_line, catalog, pool, takeover)
 
 

@@ -1042,8 +1042,32 @@ def test_a_node_fills_the_places_that_the_lead_names() -> None:
     with node_with(pool) as lead:
         assert lead.frames is not None
         lead.frames.send({"kind": "start", "spec": spec, "fill": [["c", 0], ["a", 0], ["unknown", 0]]})
-        assert lead.frames.receive()["kind"] == "exited"  # it can't be started
-    assert pool.asked == [Spares(0, (came[0], came[2]))] and pool.spares.on(0) == (came[1], came[3])
+        exited = lead.frames.receive()
+    assert pool.asked == [Spares(0, (came[0], came[2]))]
+    assert (exited["kind"], exited["unstarted"]) == ("exited", True)
+    assert {*pool.spares.on(0)} == {*came}, "it can't be started, so they are still spare"
+
+
+def test_what_a_node_could_not_start_a_worker_of_is_still_spare_for_the_lead(hub: NodeHub) -> None:
+    """And is tried again, though not at once."""
+    frames = fake_node((hub.host, hub.port))
+    hub.wait_for_all(5)
+    pool, spec = SpreadPool([], hub, {}), spec_of(NamedWorkload("a:b"))
+    came = [SpareRank(("dead", rank), -1) for rank in range(spec.ranks)]
+    pool.spares.add(1, came)
+    spares = pool.take_spares(spec.ranks)
+    entry = pool.start(
+        Worker(1, 2), lambda incarnation: dataclasses.replace(spec, incarnation=incarnation), 0.0, spares
+    )
+    assert frames.receive()["kind"] == "start" and not pool.spares.all()
+    about = {"incarnation": entry.incarnation, "code": 1, "spare": [], "unstarted": True}
+    frames.send({"kind": "exited", **about})
+    entry.process.join(5)
+    pool.forget(entry)
+    pool.spare(entry)
+    assert pool.spares.on(1) == tuple(came)
+    assert pool.take_spares(spec.ranks) is None and pool.promises_spares(spec.ranks)
+    frames.close()
 
 
 def test_spare_ranks_of_a_node_that_is_back_are_gone(hub: NodeHub) -> None:

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
+from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.faults import Kill
-from openrecycle.agent.config.options import Faults, Optimization, Timeouts, TrainingOptions
+from openrecycle.agent.config.options import Checkpoints, Faults, Optimization, Timeouts, TrainingOptions
 from openrecycle.agent.config.settings import OptionGroup
 from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
@@ -122,6 +123,36 @@ def test_two_hurt_workers_make_a_whole_one() -> None:
     kills = ("W1_1.1@0:F0", "W0_0@1:I0")
     hurt = LocalJob(**job, kills=kills, pace=0.05, on_line=stop_once_whole).run()
     assert hurt.iterations[1]["living"] == 2 and hurt.iterations[-1]["living"] == 3
+    assert hurt.losses == uncut(**job, iterations=len(hurt.losses)).losses
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_what_is_left_of_the_last_two_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Nobody lives any more, and nobody is to be started again."""
+    job: dict[str, Any] = {
+        "pipelines": 2,
+        "stages": 1,
+        "micro_batches": 1,
+        "platform": Platform(ranks_per_worker=2),
+        "workload": NamedWorkload("openrecycle.agent.examples.tensor_parallel:Gpt", TINY),
+    }
+
+    def strike(job: LocalJob, line: dict[str, Any]) -> None:
+        if "checkpoint" in line and len(job.pool.running) == 2 and not job.dead:
+            for entry in list(job.pool.running.values()):
+                os.kill(entry.siblings[0].pid or 0, signal.SIGKILL)
+        elif len([i for i in job.iterations if i["generation"] > 1]) == 2:
+            job.launcher.end_soon()
+
+    hurt = LocalJob(
+        **job,
+        pace=0.02,
+        checkpoints=Checkpoints(directory=tmp_path, every=2, keep=50),
+        checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(tmp_path)), None),
+        on_line=strike,
+    ).run()
+    assert "final" in hurt.lines[-1] and hurt.iterations[-1]["living"] == 1
     assert hurt.losses == uncut(**job, iterations=len(hurt.losses)).losses
 
 
@@ -433,21 +464,21 @@ def test_ranks_that_ended_for_another_s_sake_are_spare(codes: list[int | None], 
 def test_a_spare_rank_is_in_one_worker_at_most(history: list[int | str]) -> None:
     """Numbers: of which node one more is spare."""
     books, came, used, lost = SpareRanks(), list[tuple[int, SpareRank]](), list[Spares](), 0
-    for step in history:
-        before = books.all()
+    for hours, step in enumerate(history):
+        before, now = books.all(), 3600.0 * hours
         if isinstance(step, int):
             came.append((step, SpareRank((f"i{len(came)}", 0), len(came))))
             books.add(step, [came[-1][1]])
         elif step == "lose node 1":
             lost += len(books.on(1))
             books.keep({0, 2})
-        elif (spares := books.take(2)) is None:
+        elif (spares := books.take(2, now)) is None:
             assert all(len(books.on(node)) < 2 for node in range(3)), "no rank idles that could work"
         elif step == "take":
             assert [(spares.node, one) for one in spares.left] == [x for x in before if x[0] == spares.node][:2]
             used.append(spares)
         else:
-            books.put_back(spares)
+            books.put_back(spares, now)
             assert sorted(books.all()) == sorted(before) and books.on(spares.node) == tuple(
                 one for node, one in before if node == spares.node
             )
