@@ -9,6 +9,9 @@ end: a complaint counts against a worker only if that worker does not itself com
   state; of equals, the one whose name comes last. The last holder of a stage's state is never taken out: then the other
   end is.
 - A worker that was taken out may re-join. When a pair that it belongs to breaks again, it is taken out for good.
+- All this is remembered of a place's process and its successors, which run where it ran. It goes with a process that
+  moves. A worker that is made of spare ranks runs elsewhere, so it begins with nothing: its links cost more of these
+  each time, since a worker that was taken out leaves none.
 - The job ends when `IN_A_ROW` generations in a row break before an iteration is committed; or `UNNAMED` generations,
   where no worker could name the peer.
 - A generation that some member has not taken up yet breaks because of that member, which may be slow or hang. That is
@@ -71,6 +74,43 @@ class Links:
     committed: int = -1
     taken_out: Mapping[str, int] = field(default_factory=dict)
     barred: tuple[str, ...] = ()
+
+    def without(self, places: Collection[str]) -> Links:
+        """Returns what is remembered once none of the processes that were there, nor a successor, is there any more."""
+        if not self.known.intersection(places):
+            return self
+        return replace(
+            self,
+            breaks=tuple(b for b in self.breaks if not {*b.pair} & {*places}),
+            taken_out={name: at for name, at in self.taken_out.items() if name not in places},
+            barred=tuple(name for name in self.barred if name not in places),
+        )
+
+    def moved(self, came: Mapping[str, str]) -> Links:
+        """Returns what is remembered after processes have moved: it goes with them. came: where each was, by the place
+        that it has from now on."""
+        to = {source: place for place, source in came.items()}
+        links = self.without(came.keys() - to.keys())
+        if not links.known.intersection(to):
+            return links
+
+        def now(name: str) -> str:
+            return to.get(name, name)
+
+        return replace(
+            links,
+            breaks=tuple(
+                Break(b.committed, _pair(*map(now, b.pair)), tuple((now(r), now(p)) for r, p in b.complaints))
+                for b in links.breaks
+            ),
+            taken_out={now(name): at for name, at in links.taken_out.items()},
+            barred=tuple(map(now, links.barred)),
+        )
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The workers of which something is remembered."""
+        return frozenset((*self.taken_out, *self.barred, *(name for b in self.breaks for name in b.pair)))
 
 
 @dataclass(frozen=True)

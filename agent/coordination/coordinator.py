@@ -100,7 +100,7 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         return refuse(state, "fenced", fenced_text(member, event.incarnation))
     if event.incarnation == member.incarnation:
         return Transition(state, reason=f"{event.worker} had registered already")
-    if event.worker in state.links.barred:
+    if event.worker in state.links.barred and not event.of_spares:
         return refuse(state, "fenced", f"{event.worker} may not re-join: its links broke again after it had")
     if state.current and (elsewhere := place_of(state.members, event.incarnation)) is not None:
         # The registration came late or twice over the network: since then the process was given another place.
@@ -109,6 +109,9 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         return refuse(state, "fenced", fenced_text(elsewhere, event.incarnation))
 
     member = _room_for(state, member)
+    if event.of_spares or member.name != event.worker:
+        # It is no successor of the process that was there, and does not run where that one ran.
+        state = replace(state, links=state.links.without({member.name}))
     arrived = replace(
         member,
         state=STARTING if state.current is None else REJOINING,

@@ -327,11 +327,14 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
     for name, member in members.items():
         if member.leaving and not member.goes and name not in before:
             members[name] = replace(member, leaving=False)  # the launcher has been told
+    stood = {incarnation: name for name, incarnation in state.current.incarnations.items()} if state.current else {}
+    took = ((name, stood.get(process, name)) for name, process in generation.incarnations.items())
+    links = state.links.moved({name: source for name, source in took if source != name})
     offer = state.offer if state.offer and state.offer.failed == generation.failed else None
     without = f" without {names(generation.failed)}" if generation.failed else ""
     text = f"generation {generation.number}{without}: {pending.reason}; plan {event.fingerprint[:8]}: {event.origin}"
     return Transition(
-        replace(state, members=members, current=generation, pending=None, broken=None, offer=offer),
+        replace(state, members=members, current=generation, pending=None, broken=None, offer=offer, links=links),
         (OpenGeneration(generation), Note("info", "generation", text)),
         pending.reason,
     )

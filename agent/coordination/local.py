@@ -51,6 +51,7 @@ from openrecycle.agent.coordination.membership import (
     TransferBroken,
     UsePlan,
     WorkerRegistered,
+    all_were_spare,
 )
 from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, ValidationReport
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -138,7 +139,8 @@ class LocalCoordination(Coordination):
         made_of: Sequence[tuple[str, int]] = (),
     ) -> None:
         self._hosts[incarnation] = host
-        if refusal := self._take(WorkerRegistered(str(worker), incarnation, reports=False)):
+        of_spares = all_were_spare(pids, made_of)
+        if refusal := self._take(WorkerRegistered(str(worker), incarnation, reports=False, of_spares=of_spares)):
             self._orders.append(LauncherWarning(refusal.detail, worker))
 
     def acknowledged(

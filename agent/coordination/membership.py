@@ -11,7 +11,7 @@ does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -576,11 +576,19 @@ def no_such_worker(state: State, name: str) -> str:
 @dataclass(frozen=True)
 class WorkerRegistered:
     """A new process asks for the place `worker`. reports: it sends heartbeats. The silence of one that does not says
-    nothing: such a worker is lost only when its process ends."""
+    nothing: such a worker is lost only when its process ends. of_spares: all its ranks run in the place of spare ranks.
+    """
 
     worker: str
     incarnation: str
     reports: bool = True
+    of_spares: bool = False
+
+
+def all_were_spare(ranks: Collection[int], made_of: Collection[tuple[str, int]]) -> bool:
+    """Says whether all ranks of a worker run in the place of spare ranks. ranks: their process ids. made_of: those
+    spare ranks, as (incarnation, rank)."""
+    return 0 < len(ranks) == len(made_of)
 
 
 class LastHeartbeat(NamedTuple):

@@ -436,7 +436,9 @@ class Reports:
         job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
             process = Arrival(plain(one.host), one.pid, one.ranks, one.made_of)
-            reports.append(IncomingReport(membership.WorkerRegistered(one.worker, one.incarnation), process))
+            of_spares = membership.all_were_spare(one.ranks, one.made_of)
+            event = membership.WorkerRegistered(one.worker, one.incarnation, of_spares=of_spares)
+            reports.append(IncomingReport(event, process))
         reply = self._reply(job, said, job.apply_all(reports, sender))
         refused, members = {report.index for report in reply.refused}, job.state.members
         before = dict[str, int]()

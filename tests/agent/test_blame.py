@@ -4,6 +4,9 @@ of it."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +18,7 @@ from openrecycle.agent.coordination.blame import (
     PROBATION,
     UNNAMED,
     BlameDecision,
+    Break,
     Complaint,
     Links,
     attribute,
@@ -22,6 +26,7 @@ from openrecycle.agent.coordination.blame import (
 )
 from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
+from openrecycle.agent.coordination.membership import CHECKPOINT
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.golden import golden
@@ -151,9 +156,9 @@ def test_it_never_goes_on_for_ever_and_never_takes_a_stage(history: list[tuple[l
 class Run:
     """A job of 3 x 2 whose links break."""
 
-    def __init__(self) -> None:
+    def __init__(self, **about: Any) -> None:
         catalog = Catalog(Job(3, 2, 2), Technique.STAGGERED, MemoryLimit("uniform"))
-        self.coordination = LocalCoordination(catalog)
+        self.coordination = LocalCoordination(catalog, **about)
         self.generation, self.now = 0, 0.0
         self.living: tuple[str, ...] = ()
         self.remarks: list[str] = []
@@ -163,9 +168,11 @@ class Run:
             self.begin(str(worker), str(worker))
         self.halt = self.take()
 
-    def begin(self, name: str, process: str) -> None:
+    def begin(self, name: str, process: str, made_of: int = 0) -> None:
+        """made_of: how many of its two ranks run in the place of spare ones."""
         self.processes[name] = process
-        self.coordination.ready(Worker.parse(name), process)
+        spare = [("dead", rank) for rank in range(made_of)]
+        self.coordination.ready(Worker.parse(name), process, pids=(1, 2), made_of=spare)
 
     def take(self) -> str:
         self.now += 10.0
@@ -177,6 +184,7 @@ class Run:
                 self.refused.append(event.refused)
             if isinstance(event, Deploy):
                 self.generation, self.living = event.deployment.generation, event.deployment.living
+                self.processes |= event.deployment.incarnations
                 for name in self.living:
                     self.coordination.acknowledged("adopted", Worker.parse(name), self.processes[name], self.generation)
                     self.coordination.acknowledged("formed", Worker.parse(name), self.processes[name], self.generation)
@@ -221,3 +229,67 @@ def test_a_job_without_a_console_ends_where_nobody_can_be_spared() -> None:
         run.take()
     said = [run.broken("W0_1>W0_0") for _ in range(5)]
     assert not any(said[:4]) and "W0_0 and W0_1 (5 times)" in said[4]
+
+
+def for_good(run: Run, name: str = "W1_1") -> None:
+    """It is taken out, comes back, and is taken out for good."""
+    for _ in range(3):
+        run.broken(f"W0_0>{name}")
+    run.begin(name, "again")
+    run.take()
+    assert name in run.living
+    run.broken(f"W0_0>{name}")
+    assert name not in run.living
+
+
+def test_spare_ranks_may_take_a_place_whose_worker_is_out_for_good() -> None:
+    """They run where others ran, whose links had not broken, and begin with a clean record."""
+    run = Run()
+    for_good(run)
+    run.begin("W1_1", "of spares", made_of=2)
+    run.take()
+    assert "W1_1" in run.living and not any(run.refused)
+    for _ in range(2):
+        run.broken("W1_1>W2_0")
+        assert "W1_1" in run.living, "its link has broken no more often than this"
+    run.broken("W1_1>W2_0")
+    assert len(run.living) == 5, "a link that breaks again and again costs an end, whoever it is"
+
+
+def test_one_that_runs_in_part_where_nobody_is_known_to_be_well_may_not() -> None:
+    run = Run()
+    for_good(run)
+    run.begin("W1_1", "of one spare", made_of=1)
+    run.take()
+    assert run.refused[-1] == Worker(1, 1)
+
+
+def test_what_is_remembered_goes_with_the_process_that_moves() -> None:
+    """And whoever comes to its place, or moves to that of one that is out for good, answers for neither."""
+    links = again(Links(), "W0_0>W1_1", times=3).links
+    links = replace(links, barred=("W2_2",), breaks=(Break(0, ("W0_0", "W2_1"), (("W0_0", "W2_1"),)),))
+    assert links.taken_out == {"W1_1": 0}
+    moved = links.moved({"W2_2": "W1_1", "W1_1": "W0_0"})
+    assert moved.taken_out == {"W2_2": 0} and not moved.barred
+    assert moved.breaks == (Break(0, ("W1_1", "W2_1"), (("W1_1", "W2_1"),)),)
+    assert links.moved({"W1_0": "W1_2"}) == links
+    swapped = links.moved({"W2_2": "W1_1", "W1_1": "W2_2"})
+    assert (swapped.taken_out, swapped.barred) == ({"W2_2": 0}, ("W1_1",))
+
+
+def test_one_that_has_moved_to_such_a_place_may_be_replaced_there() -> None:
+    def at_once(find: Any) -> Future[Any]:
+        (found := Future[Any]()).set_result(find())
+        return found
+
+    run = Run(back_to=CHECKPOINT, checkpoint=lambda: "a checkpoint", beside=at_once)
+    for_good(run, "W0_1")
+    for name in ("W1_1", "W2_1"):
+        run.coordination.failed(Failure("exit", Worker.parse(name), run.processes[name], detail="died"))
+        run.take()
+    assert run.processes["W0_1"] == "W2_0", "the place of the stage that has nobody left"
+    run.coordination.failed(Failure("exit", Worker(0, 1), "W2_0", detail="died"))
+    run.take()
+    run.begin("W0_1", "in its place")
+    run.take()
+    assert not any(run.refused) and run.processes["W0_1"] == "in its place"
