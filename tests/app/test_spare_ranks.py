@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from openrecycle.agent.coordination.blame import Links
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
 from openrecycle.app.charts.progress import SPARE, worker_grid, worker_sentence
 from openrecycle.app.charts.theme import LIGHT
@@ -106,6 +108,18 @@ def test_spares_that_have_become_a_worker_are_spare_no_more(job: Job) -> None:
     gone = job.dialog("W2_0")
     assert [rank.state for rank in gone.ranks] == [RankState.DEAD, RankState.USED] and gone.ranks[1].used_by == "W1_1"
     assert "W1_1" in ranks_html(gone)
+
+
+def test_they_may_take_the_place_of_one_that_is_out_for_good(job: Job) -> None:
+    """They ran elsewhere: their links have not broken."""
+    job.hurt("W1_1", 1)
+    job.hurt("W2_0", 0)
+    live = job.console.jobs.find(job.id)
+    live.state = replace(live.state, links=Links(barred=("W1_1",)))
+    job.register("W1_1", "one-spare", 800, made_of=(("W1_1-a", 0),))
+    assert live.state.members["W1_1"].incarnation == "W1_1-a", "of its other rank nobody knows where it runs"
+    job.register("W1_1", "two-spare", 900, made_of=(("W1_1-a", 0), ("W2_0-a", 1)))
+    assert live.state.members["W1_1"].incarnation == "two-spare" and not live.state.links.barred
 
 
 def test_the_console_remembers_them(job: Job, tmp_path: Path) -> None:
