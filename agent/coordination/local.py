@@ -189,9 +189,6 @@ class LocalCoordination(Coordination):
             self._take(LayersMoved(message.generation, message.iteration, message.partition, problem=message.problem))
             self._look_for_layout()
 
-    def meanwhile(self, generation: int, plan: Plan) -> None:
-        self._unchecked.append(plan)
-
     def saved(self) -> dict[str, Any]:
         return {"state": _STATE.dump_python(self._state, mode="json"), "hosts": self._hosts}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,6 +57,7 @@ from openrecycle.agent.transport.communicator import RendezvousStore
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
 from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count, layers_moved, names
@@ -244,6 +246,10 @@ class Launcher:
         self._restarts = restarts.Restarts()
         self._restart_policy = restarts.RestartPolicy(options.faults.max_restarts, options.faults.restart_delay)
         self._interim: Plan | None = None
+        self._unchecked: Plan | None = None
+        """The interim plan, if it was made when it was needed, and until its check begins."""
+        self._bad_plan = ""
+        """Why an interim plan is not valid. Another thread sets it."""
         self._held = spec.partition
         """Layers per stage that the workers have, as far as is known; (): the model's stages can't be cut."""
         self._relayout: dict[str, Any] | None = None
@@ -432,6 +438,8 @@ class Launcher:
     def turn(self, seconds: float) -> None:
         """Waits up to `seconds` for what workers and the coordination say, and does what follows from it."""
         self._take_news(seconds)
+        if self._bad_plan:
+            raise JobFailed(self._bad_plan)
         if self._end_asked:
             self._end_early()
         self._use_spares()
@@ -541,6 +549,7 @@ class Launcher:
                 self._restarts = restarts.trains(self._restarts, entry.incarnation, time.monotonic())
                 self._certain(self._record.formed(cell, message["generation"], message["iteration"], at))
                 self._acknowledged(entry, message)
+                self._check_beside()
                 if self._record.formed_by_all:
                     self._release_the_leaving()
                     self._let_go()
@@ -944,6 +953,7 @@ class Launcher:
         # This stays the same for the whole generation: all its members must leave out the same micro-batches.
         self._found = {"left_out": list(self._bad_samples.left_out), "runs": list(runs)}
         # The workers that are to try a bad sample were chosen by the plan of all, so no other plan may be run.
+        self._unchecked = None
         self._interim = None if runs else self._plan_meanwhile(event)
         if self._interim is not None:
             self._coordination.meanwhile(deployment.generation, self._interim)
@@ -973,10 +983,26 @@ class Launcher:
         if not lacking and not self._rearranges(event):
             return None
         try:
-            catalog = self._catalog.at(self._held)
-            return catalog.plan_for({*map(Worker.parse, event.deployment.failed), *lacking})[0]
+            catalog, without = self._catalog.at(self._held), {*map(Worker.parse, event.deployment.failed), *lacking}
+            made_now = not catalog.has(without)
+            plan, _ = catalog.plan_for(without)
         except PlannerError:
             return None
+        self._unchecked = plan if made_now else None
+        return plan
+
+    def _check_beside(self) -> None:
+        """Starts the check of the interim plan, in a thread. The workers that run it have formed by now, and recovery
+        does not wait: for 2,048 workers a check takes tenths of a second."""
+        plan, self._unchecked = self._unchecked, None
+        if plan is not None:
+            threading.Thread(target=self._check, args=(plan,), name="check", daemon=True).start()
+
+    def _check(self, plan: Plan) -> None:
+        try:
+            checked(plan)
+        except PlannerError as error:  # a fault of the planner, and what is trained by it may be wrong
+            self._bad_plan = str(error)
 
     def _rearranges(self, event: Deploy) -> bool:
         """Says whether layers move to other stages with this generation."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openrecycle.agent.config.options import Faults, TrainingOptions
@@ -20,6 +20,8 @@ from openrecycle.agent.nodes.pool import RemoteProcess
 from openrecycle.agent.workers.spec import RunSpec
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import OpsByWorker, Schedule
 
 GIVEN_UP_SECONDS = 60.0
 
@@ -91,6 +93,18 @@ class PretendedWorkers(ProcessPool):
         return entry
 
 
+class WrongPlans(Catalog):
+    """What is planned for a loss breaks a rule: an op begins too late for those that wait for it."""
+
+    def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
+        plan, origin = super().plan_for(failed := frozenset(failed))
+        schedule = plan.schedule()
+        start = schedule.arrays.start.copy()
+        start[0] += 1 if failed else 0
+        late = Schedule(schedule.problem, OpsByWorker(schedule.ops, lambda: replace(schedule.arrays, start=start)))
+        return Plan.of(late, metrics=plan.metrics, solver=plan.solver), origin
+
+
 def launcher(
     job: Job,
     pool: PretendedWorkers,
@@ -99,10 +113,11 @@ def launcher(
     faults: Faults | None = None,
     heartbeat_seconds: float | None = None,
     takeover: Takeover | None = None,
+    kind: type[Catalog] = Catalog,
     **options: Any,
 ) -> Launcher:
     """options: more of the job's."""
-    catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    catalog = kind(job, Technique.STAGGERED, MemoryLimit("uniform"))
     options = {"job": job, "iterations": 10, "faults": faults or Faults(), **options}
     workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt")
     spec = RunSpec(TrainingOptions(**options), workload, job.partition, heartbeat_seconds=heartbeat_seconds)

@@ -26,7 +26,7 @@ from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.plans.schedule import OpsByWorker, Schedule
+from tests.agent.pretended import WrongPlans
 from tests.conftest import examples
 from tests.golden import golden
 
@@ -125,18 +125,6 @@ def test_whatever_a_worker_says_at_its_end_its_peers_can_read_the_next_deploymen
     assert told.failed == ("W1_0",) and "bad caf?.txt" in told.reason
 
 
-class _Wrong(Catalog):
-    """What is planned for a loss breaks a rule: an op begins too late for those that wait for it."""
-
-    def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
-        plan, origin = super().plan_for(failed := frozenset(failed))
-        schedule = plan.schedule()
-        start = schedule.arrays.start.copy()
-        start[0] += 1 if failed else 0
-        late = Schedule(schedule.problem, OpsByWorker(schedule.ops, lambda: replace(schedule.arrays, start=start)))
-        return Plan.of(late, metrics=plan.metrics, solver=plan.solver), origin
-
-
 def _layers_move(
     room: LayerRoom | None, host: str = "", takes_over: bool = False, **options: Any
 ) -> tuple[list[tuple[int, ...]], list[str]]:
@@ -202,7 +190,7 @@ def test_workers_take_memory_on_the_node_that_they_are_on(takes_over: bool) -> N
 
 
 def test_a_plan_made_while_survivors_wait_is_checked_once_they_form() -> None:
-    coordination = _started(kind=_Wrong)
+    coordination = _started(kind=WrongPlans)
     _all_form(coordination, _only(coordination.poll(0.0)).deployment)
     coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="died"))
     (deploy,) = coordination.poll(1.0)
@@ -216,7 +204,7 @@ def test_a_plan_made_while_survivors_wait_is_checked_once_they_form() -> None:
     assert coordination.poll(3.0) == [], "said once"
 
 
-class _MadeAhead(_Wrong):
+class _MadeAhead(WrongPlans):
     """Has all plans of another partition, by its own word."""
 
     def at(self, partition: tuple[int, ...]) -> Catalog:
