@@ -320,23 +320,10 @@ class Store:
             self._put_plan(session, job_id, fingerprint, data, failed, ahead)
             return True
 
-    def link_plan(self, job_id: str, fingerprint: str, failed: Sequence[str]) -> bool:
-        """Makes a stored plan one of the job's plans. Returns False if it is not stored."""
-        with self.database.write() as session:
-            # Locks the row: a transaction that would delete the plan waits for this one, or has deleted it before.
-            held = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update()
-            if session.scalar(held) is None:
-                return False
-            self._link_plan(session, job_id, fingerprint, failed, False)
-            return True
-
     def plan(self, fingerprint: str) -> bytes | None:
         """Returns a plan in its packed form (planner.plans.packed)."""
         found: bytes | None = self.database.scalar(select(PlanRow.data).where(PlanRow.fingerprint == fingerprint))
         return found
-
-    def has_plan(self, fingerprint: str) -> bool:
-        return self.database.scalar(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint)) is not None
 
     def is_plan_of(self, job_id: str, fingerprint: str) -> bool:
         """Has the job this plan, or has it ever run it?"""
@@ -628,9 +615,6 @@ class Store:
         ahead: bool,
     ) -> None:
         keep_plan(self.database, session, fingerprint, data)
-        self._link_plan(session, job_id, fingerprint, failed, ahead)
-
-    def _link_plan(self, session: Session, job_id: str, fingerprint: str, failed: Sequence[str], ahead: bool) -> None:
         link = {
             "job_id": job_id,
             "fingerprint": fingerprint,

@@ -262,8 +262,8 @@ class Member:
 
 
 class Interim(NamedTuple):
-    """A plan that is run while some workers take state from a peer. plan_fingerprint: "" where the console does not
-    have the plan. failed: the workers that the plan does without, including those that still take their state."""
+    """A plan that is run while some workers take state from a peer. failed: the workers that it does without, including
+    those that still take their state."""
 
     plan_fingerprint: str
     failed: tuple[str, ...]

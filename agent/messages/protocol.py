@@ -59,8 +59,6 @@ LATEST = 1e11
 BATCH = 8_192
 # The most ranks of one worker.
 RANKS = 64
-# The most characters of an interim plan that is sent to the console.
-INTERIM_DOCUMENT = 6_000_000
 
 
 def hexadecimal(text: str) -> str:
@@ -485,13 +483,11 @@ class Deployment(Message):
 
 class InterimPlan(Message):
     """POST /jobs/{job_id}/interim. From the launcher: what a generation runs until the workers that take their state
-    from a peer have it, and acknowledge `formed`; then it runs the deployment's plan. failed: the workers that the
-    interim plan does without. document: the Plan, as JSON; "": it is too large to be sent."""
+    from a peer have it, and acknowledge `formed`; then it runs the deployment's plan. plan: the interim plan, packed
+    (planner.plans.packed.to_text)."""
 
     generation: Annotated[int, Field(ge=1), INTEGER]
-    plan_fingerprint: Identifier
-    failed: Annotated[tuple[WorkerName, ...], Field(max_length=16_384, fail_fast=True)]
-    document: Annotated[str, StringConstraints(max_length=INTERIM_DOCUMENT)] = ""
+    plan: str
 
 
 class Acknowledgement(Message):

@@ -47,7 +47,7 @@ from openrecycle.agent.messages.client import (
 )
 from openrecycle.agent.messages.protocol import (
     BATCH,
-    INTERIM_DOCUMENT,
+    DEPOSED,
     LONGEST_MS,
     UNKNOWN_PLAN,
     Acknowledgement,
@@ -76,13 +76,12 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.agent.monitoring.heartbeat import WorkerReports, with_op_times
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import encodable, names
+from openrecycle.planner.plans.packed import to_text
 from openrecycle.planner.plans.plan import Plan
 
 LONG_POLL_SECONDS = 20.0
 # A job that halts gets no new generation: so much later may the launcher ask why the job stands still, and say so.
 SAY_WHY_NOT_SECONDS = 5.0
-# A plan with more ops would take longer to send than it is in use.
-INTERIM_OPS = 20_000
 MAX_REPORTS = 200
 """At most so many reports wait. Each may hold REPORTED_ITERATIONS, so a console may be away for hours."""
 REPORTED_ITERATIONS = 1000
@@ -115,6 +114,8 @@ _REPORTS: dict[str, type[Message]] = {
     "/finish": JobFinished,
 }
 _PATHS = {kind: path for path, kind in _REPORTS.items()}
+# The codes of refusals that are no news: the launcher hears of each in another way, too.
+_NO_NEWS = ("fenced", "job_over", "unknown_job", DEPOSED)
 
 
 class QueuedReport(NamedTuple):
@@ -479,7 +480,9 @@ class ConsoleCoordination(Coordination):
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
-        self._sender = ReportSender(connect, lambda: self._path, outbox())
+        self._refused = set[str]()
+        """The console's reasons to refuse single reports, which have been said."""
+        self._sender = ReportSender(connect, lambda: self._path, outbox(), refused=self._say_refused)
         self._absence = Absence(begun=newest[0] > 0, paused=saved is not None and saved["paused"])
         self._away: tuple[float, str] | None = None
         """Since when the console has not answered, and its error. Set by the thread that asks for generations."""
@@ -582,12 +585,7 @@ class ConsoleCoordination(Coordination):
         self._phases.add(made, time.monotonic())
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
-        text = plan.to_json() if plan.op_count <= INTERIM_OPS else ""
-        document = text if len(text) <= INTERIM_DOCUMENT else ""
-        report = InterimPlan(
-            generation=generation, plan_fingerprint=plan.fingerprint, failed=plan.failed, document=document
-        )
-        self._report(report)
+        self._report(InterimPlan(generation=generation, plan=to_text(plan)))
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         batch = tuple(iterations)
@@ -773,6 +771,12 @@ class ConsoleCoordination(Coordination):
         if isinstance(answer, ConsoleRefused) and str(answer) != self._refusal:
             self._refusal = str(answer)
             self._say(f"warning: the console takes no new workers: {self._refusal}")
+
+    def _say_refused(self, refusal: ConsoleRefused) -> None:
+        """Says that the console refused a report, which is not sent again; for each reason once."""
+        if refusal.problem.code not in _NO_NEWS and (text := str(refusal)) not in self._refused:
+            self._refused.add(text)
+            self._say(f"warning: the console refused a report, and does without it: {text}")
 
     def _say_why_not(self, client: ConsoleClient, generation: int, said: str) -> str:
         """Says once why the job stands still, and returns what was said. generation: the newest that is known."""

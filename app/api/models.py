@@ -208,9 +208,9 @@ async def document_of(find: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs
 @dataclass(frozen=True, kw_only=True)
 class JobDetail(JobSummary):
     """committed: iterations so far. plan_fingerprint: of the plan that the workers run; plan_state: whether it is
-    `in force`, `interim` (until a newcomer has its state), `last in force` (the job is over), or `in force soon` (the
-    workers still run an interim plan that was too large to be sent). advice: the best option without the workers that
-    are out, and why; null if no worker is out, and until it is worked out. ettr: productive time / wall time so far;
+    `in force`, `interim` (until a newcomer has its state), or `last in force` (the job is over). advice: the best
+    option without the workers that are out, and why; null if no worker is out, and until it is worked out. ettr:
+    productive time / wall time so far;
     goodput: the same weighted with throughput / fault-free throughput. fault_free_samples_per_second: the rate that
     throughput is compared with; fault_free_source: where it is from. waited_seconds: time spent waiting for people so
     far, which is in no other number. partition: layers per stage as the workers hold them, empty if stages can't be

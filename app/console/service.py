@@ -81,6 +81,7 @@ from openrecycle.db.store import Record, Store
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import layers_move, micro_batch_names, milliseconds
+from openrecycle.planner.plans.packed import from_text
 from openrecycle.planner.plans.plan import Plan, first_problem
 
 # -- which jobs a console has -------------------------------------------------------------------
@@ -492,29 +493,17 @@ class Reports:
     def meanwhile(self, job_id: str, message: InterimPlan, sender: LeadTerm | None = None) -> str:
         """Takes the interim plan that a generation runs until newcomers have their state. Returns the coordinator's
         reason."""
-        job, failed, plan = self._find(job_id), message.failed, None
-        if len(set(failed)) < len(failed) or any(name not in job.state.members for name in failed):
-            raise ConsoleError(422, "invalid", "expected workers of the job's grid, each once", field="failed")
-        if message.document:
-            try:
-                plan = Plan.from_json(message.document, source="document")
-            except PlannerError as error:
-                raise invalid(error) from None
-            grid = (plan.job.pipelines, plan.job.stages, plan.job.micro_batches)
-            of_job = (job.spec.pipelines, job.spec.stages, job.spec.micro_batches)
-            same = message.plan_fingerprint == plan.fingerprint == plan.compute_fingerprint()
-            if grid != of_job or not same or sorted(plan.failed) != sorted(failed) or check(plan):
-                raise ConsoleError(
-                    422, "invalid", "expected a valid plan of the job, as the report names it", field="document"
-                )
-        with storing():
-            known = plan is not None or self._store.has_plan(message.plan_fingerprint)
-        interim = Interim(message.plan_fingerprint if known else "", failed)
-        reason = job.apply(membership.InterimPlanUsed(message.generation, interim), plan=plan, sender=sender)
-        if known and plan is None:  # a plan that came with the report was linked to the job when it was stored
-            with storing():
-                self._store.link_plan(job_id, message.plan_fingerprint, failed)
-        return reason
+        job = self._find(job_id)
+        grid = job.spec.pipelines, job.spec.stages, job.spec.micro_batches
+        try:
+            plan = from_text(message.plan, grid=grid)
+            wrong = check(plan)
+        except PlannerError as error:
+            raise invalid(error, "plan") from None
+        if wrong:
+            raise ConsoleError(422, "invalid", f"expected a valid plan: {wrong[0]}", field="plan")
+        interim = Interim(plan.fingerprint, plan.failed)
+        return job.apply(membership.InterimPlanUsed(message.generation, interim), plan=plan, sender=sender)
 
     def committed(
         self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0, sender: LeadTerm | None = None

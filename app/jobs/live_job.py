@@ -351,7 +351,7 @@ _GENERATION: TypeAdapter[Generation] = TypeAdapter(Generation)
 
 def read_generation(row: Record) -> Generation:
     without, plan = tuple(row["interim_failed"]), row["interim_plan"]
-    interim = Interim(plan, without) if without or plan else None
+    interim = Interim(plan, without) if plan else None
     return _GENERATION.validate_python({**row, "number": row["generation"], "interim": interim})
 
 
@@ -514,13 +514,12 @@ TICK_SECONDS = 0.25
 # How long a job that was read back in vain waits until its next tick, at least.
 AGAIN_SECONDS = 1.0
 
-# How a job uses the plan that is shown. SOON: the workers still run an interim plan, which was too large to be sent to
-# the console, so the generation's own plan is shown.
-IN_FORCE, LAST, INTERIM, SOON = "in force", "last in force", "interim", "in force soon"
+# How a job uses the plan that is shown.
+IN_FORCE, LAST, INTERIM = "in force", "last in force", "interim"
 
 
 class PlanRun(NamedTuple):
-    """A plan that workers run. failed: the workers that it goes without. words: IN_FORCE, LAST, INTERIM or SOON."""
+    """A plan that workers run. failed: the workers that it goes without. words: IN_FORCE, LAST or INTERIM."""
 
     fingerprint: str
     generation: int
@@ -710,10 +709,9 @@ class LiveJob:
         state = self.state
         if (current := state.current) is None:
             return None
-        if (interim := state.interim) is not None and interim.plan_fingerprint:
+        if (interim := state.interim) is not None:
             return PlanRun(interim.plan_fingerprint, current.number, interim.failed, INTERIM)
-        words = SOON if interim is not None else LAST if state.over else IN_FORCE
-        return PlanRun(current.plan_fingerprint, current.number, current.failed, words)
+        return PlanRun(current.plan_fingerprint, current.number, current.failed, LAST if state.over else IN_FORCE)
 
     def worker_states(self, rerouted: Mapping[str, int] | None = None) -> WorkerStates:
         """Returns which process holds which role, and the state of each. rerouted: by role, how many micro-batches of

@@ -165,7 +165,7 @@ _LARGER = {
     "/jobs": 2 * _MIB,
     "/solves": 2 * _MIB,
     "/iterations": 512 * _KIB,
-    "/interim": 8 * _MIB,
+    "/interim": 4 * _MIB,
     "/choice": 512 * _KIB,
     "/logs": 1 * _MIB,
 }

@@ -10,7 +10,7 @@ from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.charts import text
 from openrecycle.app.charts.gantt import MAX_NODES
 from openrecycle.app.console.view import JobView, WorkerView
-from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
+from openrecycle.app.jobs.live_job import INTERIM, LAST
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Condition, Loss, RoleState, lost_name, words_of
 from openrecycle.app.jobs.throughput import Baseline, has_settled, recent_rate, share_of
 from openrecycle.app.observing.as_run import MeasuredIteration
@@ -209,9 +209,7 @@ def _plan(view: JobView) -> Card:
     there = there if joining else "layers have moved"
     if view.plan_words == INTERIM:
         note = f"until {there}; {against}"
-    elif view.plan_words == SOON:
-        note = f"once {there}"
-    title = {INTERIM: "Interim plan", SOON: "Plan in force soon", LAST: "Last plan in force"}
+    title = {INTERIM: "Interim plan", LAST: "Last plan in force"}
     head = title.get(view.plan_words, "Plan in force")
     if view.condition is Condition.WAITING:
         head, note = "Plan until now", "nothing trains until somebody chooses"

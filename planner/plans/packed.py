@@ -44,6 +44,10 @@ DIGEST = hashlib.sha256().digest_size
 # Checked before more memory is taken: a header lists the failed workers and little else.
 MAX_HEADER = 64 << 20
 MAX_JSON = 4 << 30
+# The same for a plan that another host has sent.
+FOREIGN_HEADER = 8 << 20
+
+Grid = tuple[int, int, int]
 
 
 class Effort(BaseModel):
@@ -193,10 +197,18 @@ def decode_header(blob: bytes, *, source: str = "plan") -> Header:
     return _opened(blob, source)[0]
 
 
-def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str = "plan", hashed: bool = True) -> Plan:
+def unpack(
+    data: bytes,
+    question: CatalogQuestion | None = None,
+    *,
+    source: str = "plan",
+    hashed: bool = True,
+    grid: Grid | None = None,
+) -> Plan:
     """Unpack a plan. question: that of its catalog; None: the plan stands alone. hashed: False to leave out the
-    fingerprint, whose computation takes as long as all else. Raises PlanError when the data is damaged."""
-    header, found = _read(data, question, source)
+    fingerprint, whose computation takes as long as all else. grid: see `from_text`. Raises PlanError when the data is
+    damaged."""
+    header, found = _read(data, question, source, grid)
     if isinstance(found, Plan):
         plan = found
     else:
@@ -216,12 +228,20 @@ def unpack_named(data: bytes, fingerprint: str) -> Plan:
     return plan
 
 
-def _read(data: bytes, question: CatalogQuestion | None, source: str) -> tuple[Header, Schedule | Plan]:
+def _read(
+    data: bytes, question: CatalogQuestion | None, source: str, grid: Grid | None = None
+) -> tuple[Header, Schedule | Plan]:
     """Return the header and the schedule, or the plan where the payload is its JSON."""
-    header, payload = _opened(data, source)
+    header, payload = _opened(data, source, MAX_HEADER if grid is None else FOREIGN_HEADER)
     asked = question or header.asked
     if asked is None:
         raise PlanError(f"{source} is a plan of a catalog, and does not say what it is for")
+    if grid is not None:
+        job = asked.job
+        if (job.pipelines, job.stages, job.micro_batches) != grid:
+            raise PlanError(f"{source} is for another grid")
+        if header.form == "json":  # no valid plan is
+            raise PlanError(f"{source} does not run all ops of its job, each as long as the job says")
     try:
         if header.form == "json":
             return header, Plan.from_json(_inflate(payload, MAX_JSON), source=source)
@@ -271,9 +291,10 @@ def to_text(plan: Plan) -> str:
     return base64.b64encode(packed(plan)).decode()
 
 
-def from_text(text: str) -> Plan:
-    """Read `to_text`. Raises PlanError."""
-    return unpack(_decoded(text))
+def from_text(text: str, *, grid: Grid | None = None) -> Plan:
+    """Read `to_text`. grid: the pipelines, stages and micro-batches that the plan must be for, where another host has
+    sent it: they bound how much memory it takes to read. Raises PlanError."""
+    return unpack(_decoded(text), grid=grid)
 
 
 def schedule_from_text(text: str) -> Schedule:
@@ -461,12 +482,12 @@ def _sealed(header: Header, deflated: bytes) -> bytes:
     return body + hashlib.sha256(body).digest()
 
 
-def _opened(blob: bytes, source: str) -> tuple[Header, bytes]:
-    """Check the digest, and return the header and the deflated payload."""
+def _opened(blob: bytes, source: str, most: int = MAX_HEADER) -> tuple[Header, bytes]:
+    """Check the digest, and return the header, which has at most `most` bytes, and the deflated payload."""
     body, begin = check_whole(blob, source=source), len(MAGIC) + 4
     (length,) = struct.unpack("<I", body[len(MAGIC) : begin])
     try:
-        header = read_model(Header, _inflate(body[begin : begin + length], MAX_HEADER))
+        header = read_model(Header, _inflate(body[begin : begin + length], most))
     except ValidationError as error:
         raise PlanError(f"{source} is not a stored plan: {first_problem(error)}") from None
     except (zlib.error, ValueError, json.JSONDecodeError) as error:

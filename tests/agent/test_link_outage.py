@@ -41,7 +41,7 @@ from openrecycle.agent.monitoring.console_link import (
 from openrecycle.agent.nodes.succession import Spool
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plans.packed import packed
+from openrecycle.planner.plans.packed import from_text, packed
 from openrecycle.planner.plans.plan import PlanError
 from tests.agent.consoles import until
 from tests.golden import golden
@@ -96,6 +96,7 @@ class Console(ThreadingHTTPServer):
         self.came: list[str] = []
         self.taken: list[tuple[str, dict[str, Any]]] = []
         self.offers: dict[str, str | bytes | Exception] = {}
+        self.refuses: dict[str, tuple[str, str]] = {}
         self.given: list[str] = []
         console = self
 
@@ -143,6 +144,9 @@ class Console(ThreadingHTTPServer):
                 if self.path.endswith("/workers"):
                     console.refused += 1
                     self._refuse(422, "invalid", "worker: missing")
+                    return
+                if why := console.refuses.get(console.came[-1]):
+                    self._refuse(422 if why[0] == "invalid" else 409, *why)
                     return
                 console.taken.append((self.path, body))
                 self.send_response(204)
@@ -223,6 +227,39 @@ def test_a_launcher_whose_workers_can_not_register_says_why_and_says_it_once(con
     link.close(lambda: True)
     assert console.refused >= 3, "it is tried again"
     assert len(told) == 1 and told[0].endswith("worker: missing")
+
+
+def test_what_the_console_refuses_is_said_once_unless_it_is_no_news(console: Console) -> None:
+    """An interim plan that it found invalid was run, and nobody learned of it."""
+    console.refuses = {
+        "interim": ("invalid", "plan: expected a valid plan: W0_0 has 0 O, expected 1"),
+        "iterations": ("fenced", "incarnation: 'i1' was fenced"),
+        "finish": ("job_over", "the job has ended"),
+    }
+    console.back.set()
+    said: list[str] = []
+    link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}"), "job", said.append)
+    plan = Catalog(Job(2, 1, 1), Technique.STAGGERED, MemoryLimit("uniform")).plan_for([Worker(1, 0)])[0]
+    for generation in (2, 3):
+        link.meanwhile(generation, plan)
+    link.committed([Iteration(iteration=7, loss=1.0, loss_hex="0x1p+0", seconds=0.5, generation=3, living=1)])
+    link.finished("stopped", "enough")
+    link.close(lambda: False)
+    assert console.came == ["interim", "interim", "iterations", "finish"]
+    (text,) = [text for text in said if text.endswith("W0_0 has 0 O, expected 1")]
+    assert text.startswith("warning: ") and not any("fenced" in text or "has ended" in text for text in said)
+
+
+def test_a_large_interim_plan_is_sent_packed(console: Console) -> None:
+    console.back.set()
+    link = connected(console)
+    plan = Catalog(Job(16, 16, 32), Technique.STAGGERED, MemoryLimit("uniform")).plan_for([Worker(1, 0)])[0]
+    assert plan.op_count > 20_000
+    link.meanwhile(2, plan)
+    link.finished("stopped", "enough")
+    link.close(lambda: False)
+    (body,) = [body for path, body in console.taken if path.endswith("/interim")]
+    assert from_text(body["plan"], grid=(16, 16, 32)) == plan and len(body["plan"]) < 10_000
 
 
 def test_a_console_hears_of_an_end_before_it_hears_who_has_come_in_that_place(console: Console) -> None:

@@ -38,7 +38,7 @@ PIPELINE = "a pipeline is one of the plan's, and not every format holds one alon
 RELATIONS = {
     "POST /jobs": "pipelines x stages and the ops have limits; memory and profile must fit together",
     "POST /jobs/{job_id}/iterations": "an iteration must be below the number that the job runs",
-    "POST /jobs/{job_id}/interim": "the text of a document is a plan",
+    "POST /jobs/{job_id}/interim": "the text of a plan is one",
     "POST /jobs/{job_id}/measured": "columns have one entry per op",
     "POST /plans": "either a plan or a solve",
     "POST /solves": "profile, grid and technique must make a job",

@@ -257,12 +257,19 @@ def test_other_values_of_a_query_too(server: ConsoleServer, agents: Agents, path
     assert_problem(answer, 422, "invalid", f"{field}: got ")
 
 
-def test_an_interim_plan_names_each_worker_once(server: ConsoleServer, agents: Agents) -> None:
-    names = ["W0_0"] * 2
-    for failed in (names, ["W9_9"], ["W0_0"] * 20_000):
-        message = {"generation": 1, "plan_fingerprint": "x", "failed": failed}
+@pytest.mark.parametrize("text", ["", "no base64", "AAAA", "\ud800", None])
+def test_an_interim_plan_is_a_packed_plan(server: ConsoleServer, agents: Agents, text: str | None) -> None:
+    message = {"generation": 1, "plan": text}
+    answer = requests.post(f"{server.base}/jobs/{agents.job_id}/interim", json=message, timeout=30)
+    assert_problem(answer, 422, "invalid", "" if text == "\ud800" else "plan")
+
+
+def test_an_interim_plan_is_no_larger_than_the_plan_of_a_large_job(server: ConsoleServer, agents: Agents) -> None:
+    """Of 2,048 workers with speeds of their own, 40 of them lost, it has 126,000 characters."""
+    for size, status in ((3 << 20, 422), (5 << 20, 413)):
+        message = {"generation": 1, "plan": "A" * size}
         answer = requests.post(f"{server.base}/jobs/{agents.job_id}/interim", json=message, timeout=30)
-        assert_problem(answer, 422, "invalid", "failed")
+        assert answer.status_code == status
 
 
 def test_the_api_describes_itself(server: ConsoleServer) -> None:

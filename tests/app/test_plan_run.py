@@ -3,6 +3,7 @@ has been asked for, an iteration with parts left out, and a job that has ended."
 
 from __future__ import annotations
 
+import base64
 from math import nan
 
 import pytest
@@ -17,7 +18,8 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import facts, tables
 from openrecycle.app.ui.facts import Card
 from openrecycle.planner.catalogs.catalog import Catalog
-from openrecycle.planner.jobs.job import MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.packed import packed, to_text
 from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 
@@ -66,8 +68,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
 ) -> None:
     console, job = here.console, returning(here, "returns")
     plan = interim_plan(job)
-    fields = {"generation": 3, "plan_fingerprint": plan.fingerprint, "failed": plan.failed}
-    console.reports.meanwhile(job.job_id, InterimPlan(**fields, document=plan.to_json()))  # type: ignore[arg-type]
+    console.reports.meanwhile(job.job_id, InterimPlan(generation=3, plan=to_text(plan)))
     full = console.jobs.find(job.job_id).state.current
     assert full is not None and not full.failed
     for name in job.living:
@@ -102,45 +103,37 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
     assert told_at_once == [[1, 2], [3]]
 
 
-def test_an_interim_plan_that_the_console_has_is_the_jobs_by_that(here: ConsoleHere) -> None:
+def test_an_interim_plan_is_the_jobs_and_stays_when_nobody_keeps_it_any_more(here: ConsoleHere) -> None:
     console, job = here.console, returning(here, "kept elsewhere")
     plan = catalog_of(job, "decoupled").plan_for([Worker.parse(BACK)])[0]
     console.plans.library.save(plan, "of another job")
     assert plan.fingerprint not in {row["fingerprint"] for row in here.store.job_plans(job.job_id)}
-    message = InterimPlan(generation=3, plan_fingerprint=plan.fingerprint, failed=(BACK,))
     for _ in range(2):
-        console.reports.meanwhile(job.job_id, message)
+        console.reports.meanwhile(job.job_id, InterimPlan(generation=3, plan=to_text(plan)))
         (link,) = [row for row in here.store.job_plans(job.job_id) if row["fingerprint"] == plan.fingerprint]
         assert link["failed"] == [BACK] and not link["ahead"]
     console.plans.library.forget(plan.fingerprint)
     assert here.store.plan(plan.fingerprint) is not None
 
 
-def test_an_interim_plan_that_was_too_large_to_be_sent_is_not_taken_for_the_one_in_force(here: ConsoleHere) -> None:
-    console, job = here.console, returning(here, "large")
-    console.reports.meanwhile(job.job_id, InterimPlan(generation=3, plan_fingerprint="0" * 32, failed=(BACK,)))
-    for name in job.living:
-        acknowledge(job, name, 3, "adopted", "formed")
-    assert card(console, job, golden("plan-in-force-soon")).note == golden("once-w1-2-has-the")
-    assert next(iter(console.sources.names(job.job_id).values())) == "In force soon, generation 3: fault-free"
-
-
-def test_what_is_no_plan_of_the_job_is_refused_and_an_old_generations_changes_nothing(here: ConsoleHere) -> None:
+def test_what_is_no_valid_plan_of_the_job_is_refused_and_an_old_generations_changes_nothing(here: ConsoleHere) -> None:
     console, job = here.console, returning(here, "wrong")
     plan = interim_plan(job)
-    for generation, fingerprint, document, code in (
-        (3, "0" * 32, plan.to_json(), "invalid"),
-        (3, plan.fingerprint, "{}", "invalid"),
-    ):
+    cut = {name: ops for name, ops in plan.workers.items() if name != "W0_0"}
+    better = plan.metrics.model_copy(update={"period": plan.metrics.period / 2})
+    larger = Catalog(Job.uniform(3, 4, 8), Technique.STAGGERED, MemoryLimit("uniform"))
+    wrong = {
+        "damaged": base64.b64encode(packed(plan)[:-1]).decode(),
+        "of another grid": to_text(larger.plan_for(())[0]),
+        "not all ops": to_text(plan.model_copy(update={"workers": cut}).hashed()),
+        "shorter than it is": to_text(plan.model_copy(update={"metrics": better})),
+        "another's fingerprint": to_text(plan.model_copy(update={"fingerprint": "0" * 32})),
+    }
+    for what, text in wrong.items():
         with pytest.raises(ConsoleError) as error:
-            console.reports.meanwhile(
-                job.job_id,
-                InterimPlan(generation=generation, plan_fingerprint=fingerprint, failed=(BACK,), document=document),
-            )
-        assert error.value.code == code
-    with pytest.raises(ConsoleError):
-        console.reports.meanwhile(job.job_id, InterimPlan(generation=3, plan_fingerprint="0" * 32, failed=("W9_9",)))
-    console.reports.meanwhile(job.job_id, InterimPlan(generation=2, plan_fingerprint="0" * 32, failed=(BACK,)))
+            console.reports.meanwhile(job.job_id, InterimPlan(generation=3, plan=text))
+        assert (error.value.status, error.value.code, error.value.field) == (422, "invalid", "plan"), what
+    console.reports.meanwhile(job.job_id, InterimPlan(generation=2, plan=to_text(plan)))
     current = console.jobs.find(job.job_id).state.current
     assert current is not None and current.interim is None
 

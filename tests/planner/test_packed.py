@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import struct
@@ -161,3 +162,19 @@ def test_a_catalog_renames_the_pipelines_of_large_plans() -> None:
     found = catalog.find({Worker(0, 5), Worker(1, 2)})
     assert found is not None
     assert check(found) == []
+
+
+def test_what_another_host_has_sent_is_of_the_grid_and_takes_little_memory_to_read() -> None:
+    made = checked(make_plan(problem(), solver="list", look_ahead=False))
+    grid, data = (8, 8, 16), packed(made)
+    assert from_text(to_text(made), grid=grid) == made
+    cut = {name: ops for name, ops in made.workers.items() if name != "W0_0"}
+    for text, asked in (
+        (to_text(made), (8, 8, 17)),
+        # Each of these few kilobytes would take many megabytes.
+        (base64.b64encode(sealed_again(data, fingerprint="0" * (9 << 20))).decode(), grid),
+        (base64.b64encode(sealed_again(data, zlib.compress(b" " * (9 << 20)), form="json")).decode(), grid),
+        (to_text(made.model_copy(update={"workers": cut})), grid),
+    ):
+        with pytest.raises(PlanError):
+            from_text(text, grid=asked)
