@@ -82,7 +82,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import layers_move, micro_batch_names, milliseconds
 from openrecycle.planner.plans.packed import from_text
-from openrecycle.planner.plans.plan import Plan, first_problem
+from openrecycle.planner.plans.plan import first_problem
 
 # -- which jobs a console has -------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ FIRST, BACK = ("W0_0", "W0_1", "W1_0"), "W1_1"
 
 
 class Returns(Coordination):
-    """W1_1 is started again after the first generation, and comes in the second. enough: whether the job ends once a worker has formed in it."""
+    """W1_1 is started again after the first generation, and comes in the second. enough: whether the job ends once a
+    worker has formed in it."""
 
     def __init__(self, catalog: Catalog, *, enough: bool) -> None:
         self._catalog, self._enough = catalog, enough
