@@ -623,6 +623,25 @@ _PATHS = {leaf.path for leaf in leaves(TrainingOptions) if Path in without_none(
 FLAGS: Mapping[str, str] = {leaf.path: leaf.flag for leaf in leaves(TrainingOptions) if leaf.flag is not None}
 """The flag of each option on the command line, by its path."""
 
+_DEFAULTS: Mapping[str, Any] = {leaf.path: leaf.default for leaf in leaves(TrainingOptions)}
+
+
+def differing(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the options, by path, that are given and differ from their defaults."""
+    return {path: value for path, value in given.items() if value is not None and value != _DEFAULTS[path]}
+
+
+def words_of(given: Mapping[str, Any]) -> list[str]:
+    """Returns the words by which a command line gives these options, and sizes of the job, by path."""
+    words, flags = list[str](), {**GRID, **FLAGS}
+    for path, value in given.items():
+        if isinstance(value, bool):
+            words.append(flags[path] if value else f"--no-{flags[path][2:]}")
+        else:
+            words += [flags[path], str(value)]
+    return words
+
+
 TOLD: Mapping[str, str] = {
     field: leaf.path for leaf in leaves(TrainingOptions) if (field := leaf.field.metadata["told"]) is not None
 }

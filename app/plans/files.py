@@ -27,6 +27,7 @@ from typing import Annotated, Any, NamedTuple
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
+from openrecycle.agent.config.options import BY_PROFILE, GRID, TOLD, differing, words_of
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.errors import BODY, ConsoleError, bounded, invalid, malformed
 from openrecycle.app.runtime.processes import Channel, Children
@@ -285,24 +286,30 @@ def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPar
     return out.getvalue()
 
 
+# Said in any case, for whoever changes them.
+_SAID = ("planning.technique", "planning.memory", "iterations", "seed", "console.name")
+
+
 def launch_line(plan: Plan, spec: JobSpec | None) -> str:
-    """Returns the command that starts the plan's job, without the console's address."""
-    job = plan.job
-    words = ["openrecycle", "train"]
-    for option in ("pipelines", "stages", "micro_batches"):
-        words += [f"--{option.replace('_', '-')}", str(getattr(job, option))]
-    technique = spec.technique if spec else plan.technique.value
-    words += ["--technique", technique, "--memory", spec.memory if spec else plan.memory]
-    if spec is not None:
-        words += ["--iterations", str(spec.iterations), "--seed", str(spec.seed), "--name", spec.name]
-    if spec is not None and spec.paced and spec.durations:
-        words += ["--pace", ",".join(f"{kind}={ms:g}ms" for kind, ms in spec.durations.items() if ms)]
+    """Returns the command that starts the plan's job, without what a console does not know: its own address, the model,
+    and the folder for checkpoints."""
+    job, profile = plan.job, list[str]()
+    given: dict[str, Any] = {path: getattr(job, path.removeprefix("job.")) for path in GRID}
+    given |= {"planning.technique": plan.technique.value, "planning.memory": plan.memory}
+    told = {} if spec is None else {path: getattr(spec, field) for field, path in TOLD.items()}
+    paced = told.pop("planning.pace", False)
+    told.pop("checkpoints.directory", None)
+    if told.get("planning.migrate"):
+        del told["planning.migrate"]  # with a console it is so by default, where it may be
+    if not job.layers:
+        told.pop("planning.relayout", None)
+    given |= {path: told[path] for path in _SAID if path in told} | differing(told)
+    if spec is not None and paced and spec.durations:
+        given["planning.pace"] = ",".join(f"{kind}={ms:g}ms" for kind, ms in spec.durations.items() if ms)
     elif not _slots(job):
-        words += ["--profile", "profile.json"]
-        words += ["--pace", "profile"] if spec is not None and spec.paced else []
-    if spec is not None and spec.demo:
-        words.append("--demo")
-    return shlex.join(words)
+        profile = ["--profile", "profile.json"]
+        given |= {"planning.pace": BY_PROFILE} if paced else {}
+    return shlex.join(["openrecycle", "train", *words_of(given), *profile])
 
 
 def plan_line(plan: Plan) -> str:

@@ -22,6 +22,8 @@ from ui_console import ConsoleHere, JobHere
 from ui_factory import plan as made_plan
 
 from openrecycle.agent.cli import app as agent_cli
+from openrecycle.agent.config.options import TOLD
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.plans import files
 from openrecycle.app.plans.files import (
     CatalogPart,
@@ -228,12 +230,43 @@ def test_the_launch_line_is_that_of_the_job(here: ConsoleHere) -> None:
     assert "--pace F=40ms,I=40ms,W=40ms" in line and "--iterations 70" in line and "--demo" in line
     assert "--name 'paced job'" in line and "--profile" not in line
     by_profile = job.spec.model_copy(update={"durations": {}, "profile": made_plan().job})
-    assert "--profile profile.json --pace profile" in launch_line(made_plan(), by_profile)
+    line = launch_line(made_plan(), by_profile)
+    assert "--profile profile.json" in line and "--pace profile" in line
     slots = launch_line(made_plan(unit="slot"), None)
     assert "--pace" not in slots and "--profile" not in slots
     readme = zipfile.ZipFile(io.BytesIO(make_bundle(made_plan(("W1_2",)), "x", None, CatalogPart({}, "none"))))
     assert golden("comes-into-force-when-w1") in readme.read("README.md").decode()
     assert job_doc(job.spec.job()) == made_plan().job
+
+
+def test_the_launch_line_gives_all_that_a_console_is_told_of_the_options() -> None:
+    job = Job.uniform(2, 2, 4, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=5)
+    told: dict[str, Any] = {
+        "name": "all of it",
+        "iterations": 70,
+        "technique": "decoupled",
+        "memory": "none",
+        "paced": True,
+        "demo": True,
+        "checkpoints": True,
+        "migrate": False,
+        "relayout": "always",
+        "seed": 7,
+        "transfer_timeout": 240.0,
+        "group_timeout": 300.0,
+        "max_restarts": 3,
+        "ranks_per_worker": 2,
+    }
+    assert told.keys() == TOLD.keys()
+    line = launch_line(make_plan_for(job), JobSpec.of(job, **told))
+    read = get_command(agent_cli).commands["train"].make_context("train", shlex.split(line)[2:])  # type: ignore[attr-defined]
+    given = {name: value for name, value in read.params.items() if read.get_parameter_source(name).name != "DEFAULT"}
+    expected = {TOLD[field].replace(".", "_"): value for field, value in told.items() if field != "checkpoints"}
+    grid = {"pipelines": 2, "stages": 2, "micro_batches": 4}
+    assert given == expected | grid | {"planning_pace": "profile", "profile": Path("profile.json")}
+    usual = JobSpec.of(job, name="job", iterations=30, relayout="auto", migrate=True, transfer_timeout=120.0)
+    short = launch_line(make_plan_for(job), usual)
+    assert not any(flag in short for flag in ("--relayout", "--migrate", "-timeout", "-restarts", "--ranks", "--demo"))
 
 
 def test_over_the_api(here: ConsoleHere) -> None:

@@ -22,7 +22,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "planner": (),
     "agent": ("planner",),
     "db": ("planner",),
-    "app": ("planner", "db", "agent.messages.protocol", "agent.coordination"),
+    "app": ("planner", "db", "agent.messages.protocol", "agent.coordination", "agent.config.options"),
 }
 # Heavy packages, and where alone they are imported.
 ONLY_IN = {
@@ -33,6 +33,7 @@ ONLY_IN = {
 }
 WITHOUT_TORCH = (
     "agent/messages/protocol.py",
+    "agent/config/options.py",
     "agent/coordination/",
     "agent/messages/client.py",
     "agent/monitoring/heartbeat.py",
