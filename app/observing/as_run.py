@@ -152,23 +152,15 @@ def _without_waiting(found: IterationAsRun) -> IterationAsRun:
 
 def as_plan(schedule: Schedule, planned: Plan) -> Plan:
     """Returns the schedule as a plan. Its bound and the plans that it is compared with are those of `planned`."""
-    job, metrics = schedule.problem.job, planned.metrics
-    unit = _unit_ms(schedule, planned)
-    period = float(job.units(schedule.period))
-    bound = min(metrics.lower_bound * unit, period)
-    reference = metrics.fault_free * unit
-    best = metrics.period / (1 + metrics.slowdown_vs_best) * unit
+    metrics = planned.metrics
+    unit, scale = _unit_ms(schedule, planned), schedule.problem.job.ticks_per_unit
     return Plan.of(
         schedule,
-        metrics=MetricsDoc(
-            makespan=job.units(schedule.makespan),
-            period=job.units(schedule.period),
-            lower_bound=round(bound, 6),
-            gap=period / bound - 1,
-            bubble_fraction=schedule.bubble_fraction,
-            slowdown_vs_1f1b=period / reference - 1,
-            slowdown_vs_best=period / best - 1,
-            peak_activations={str(w): n for w, n in sorted(schedule.peak_activations.items())},
+        metrics=MetricsDoc.of(
+            schedule,
+            bound=min(round(metrics.lower_bound * unit, 6) * scale, schedule.period),
+            reference=metrics.fault_free * unit * scale,
+            best=metrics.period / (1 + metrics.slowdown_vs_best) * unit * scale,
         ),
         solver=SolverDoc(name=MEASURED, status="feasible", seconds=0.0, message="An iteration as it ran."),
     )

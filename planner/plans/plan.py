@@ -454,6 +454,25 @@ class MetricsDoc(DocumentModel):
     slowdown_vs_best: Finite
     peak_activations: Annotated[dict[WorkerName, Annotated[int, INTEGER]], WrapValidator(_some_at_a_time)]
 
+    @classmethod
+    def of(
+        cls, schedule: Schedule, *, bound: float, reference: float, best: float, over: Over = "schedules"
+    ) -> MetricsDoc:
+        """Computes the numbers of a schedule. bound, of all that `over` says; reference and best, the periods that the
+        slowdowns are against: all in ticks."""
+        job, period = schedule.problem.job, schedule.period
+        return cls(
+            makespan=job.units(schedule.makespan),
+            period=job.units(period),
+            lower_bound=job.units(bound),
+            bound_over=over,
+            gap=period / bound - 1,
+            bubble_fraction=schedule.bubble_fraction,
+            slowdown_vs_1f1b=period / reference - 1,
+            slowdown_vs_best=period / best - 1,
+            peak_activations={str(w): n for w, n in sorted(schedule.peak_activations.items())},
+        )
+
     @property
     def fault_free(self) -> float:
         """The period of fault-free 1F1B, which `slowdown_vs_1f1b` is against."""

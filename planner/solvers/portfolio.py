@@ -158,21 +158,10 @@ def metrics_of(solution: Solution) -> MetricsDoc:
     """Compute the numbers of the schedule, its bound, and the comparisons with the references."""
     schedule = solution.schedule
     job = schedule.problem.job
-    reference = reference_period(job.at_home)
     # A plan around failures is also a plan without them, so it may be shorter than the baseline.
     best = min(best_fault_free(job, schedule.problem.memory).period, schedule.period)
     bound = min(solution.bound, schedule.period)
-    return MetricsDoc(
-        makespan=job.units(schedule.makespan),
-        period=job.units(schedule.period),
-        lower_bound=job.units(bound),
-        bound_over=solution.over,
-        gap=schedule.period / bound - 1,
-        bubble_fraction=schedule.bubble_fraction,
-        slowdown_vs_1f1b=schedule.period / reference - 1,
-        slowdown_vs_best=schedule.period / best - 1,
-        peak_activations={str(w): n for w, n in sorted(schedule.peak_activations.items())},
-    )
+    return MetricsDoc.of(schedule, bound=bound, reference=reference_period(job.at_home), best=best, over=solution.over)
 
 
 def solver_of(solution: Solution, *, seconds: float) -> SolverDoc:

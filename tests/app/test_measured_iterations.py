@@ -264,6 +264,9 @@ def test_what_ran_exactly_by_plan_gives_the_plan_again(here: ConsoleHere) -> Non
     assert plan.metrics.period == planned.metrics.period
     assert plan.metrics.slowdown_vs_1f1b == pytest.approx(planned.metrics.slowdown_vs_1f1b)
     assert plan.metrics.gap == pytest.approx(planned.metrics.gap)
+    numbers = planned.metrics.model_dump(exclude={"peak_activations", "bound_over"})
+    assert plan.metrics.model_dump(include=numbers.keys()) == pytest.approx(numbers)
+    assert plan.metrics.peak_activations == planned.metrics.peak_activations
     assert plan.solver.name == "measured"
     assert Plan.from_json(plan.to_json()) == plan
 
