@@ -290,6 +290,6 @@ def test_one_that_has_moved_to_such_a_place_may_be_replaced_there() -> None:
     assert run.processes["W0_1"] == "W2_0", "the place of the stage that has nobody left"
     run.coordination.failed(Failure("exit", Worker(0, 1), "W2_0", detail="died"))
     run.take()
-    run.begin("W0_1", "in its place")
+    run.begin("W0_1", "replacement")
     run.take()
-    assert not any(run.refused) and run.processes["W0_1"] == "in its place"
+    assert not any(run.refused) and run.processes["W0_1"] == "replacement"
