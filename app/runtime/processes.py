@@ -205,21 +205,25 @@ def _serve(pipe: Connection, work: Work, setup: Callable[[], object] | None, mem
             except Unwanted:
                 pass
             except Exception as error:
-                why = _refusal(error)
-                channel.send(_ERROR + json.dumps([why.status, why.code, why.said, why.field]).encode())
-                if not isinstance(error, ConsoleError | PlannerError):
+                why, ends = _refusal(error), not isinstance(error, ConsoleError | PlannerError)
+                channel.send(_ERROR + json.dumps([why.status, why.code, why.said, why.field, ends]).encode())
+                if ends:
                     return
             channel.send(b"")
 
 
 def _refusal(error: Exception) -> ConsoleError:
     """Makes what the console raises for an error of the work."""
-    if isinstance(error, ConsoleError):
-        return error
     if isinstance(error, PlannerError):
         return ConsoleError.invalid(error)
     name = current_process().name
-    log.error("work in a child process failed", process=name, exc_info=error)
+    if not isinstance(error, ConsoleError) or error.status >= 500:  # its cause is not sent
+        log.error("work in a child process failed", process=name, exc_info=error)
+    if isinstance(error, ConsoleError):
+        return error
+    if isinstance(error, OSError):  # the machine is short of disk, processes or open files
+        why = error.strerror or type(error).__name__
+        return ConsoleError(503, "unavailable", f"the {name} process can't do this now ({why}); try again")
     if isinstance(error, MemoryError):
         return ConsoleError(413, "too_large", f"the {name} process would need more memory than there is")
     said = f"the {name} process failed ({type(error).__name__}); the console's log says more"
@@ -253,6 +257,7 @@ class ChildEnded(ConsoleError):
 
     missing: why none could be started. late: seconds after which it was ended, since it took too long; instead: what a
     person may do then. exitcode: its exit status if it ended by itself, if known (below 0: minus the signal's number).
+    limited: it might take only so much memory.
     """
 
     def __init__(
@@ -263,6 +268,7 @@ class ChildEnded(ConsoleError):
         late: float | None = None,
         instead: str = "",
         exitcode: int | None = None,
+        limited: bool = False,
     ) -> None:
         self.missing, self.late, self.exitcode = missing is not None, late is not None, exitcode
         status, code = 503, "unavailable"
@@ -272,6 +278,8 @@ class ChildEnded(ConsoleError):
             status, code = 413, "too_large"
             said = f"was not done after {round(late, 1):g} s, and was ended" + (f"; {instead}" if instead else "")
         else:
+            if limited and exitcode == -signal.SIGABRT:  # the next one would have no more
+                status, code = 413, "too_large"
             said = "ended before it was done" + ("" if exitcode is None else f" (exit status {exitcode})")
             said += "; perhaps memory was not enough" if exitcode in _SHORT_OF_MEMORY else ""
         super().__init__(status, code, f"the {name} process {said}")
@@ -353,8 +361,10 @@ class PendingAnswer:
                     whole = True
                     break
                 elif message[:1] == _ERROR:
-                    status, code, said, field = json.loads(message[1:])
+                    status, code, said, field, ends = json.loads(message[1:])
                     why = ConsoleError(status, code, said, field=field)
+                    if ends:  # not waited for: threads that the work has left may keep it
+                        raise why
                 else:
                     yield message[1:] if message[:1] == _BYTES else json.loads(message)
         except (EOFError, OSError):
@@ -462,7 +472,7 @@ class Children:
         child.uses += 1
 
     def ended(self, **how: Any) -> ChildEnded:
-        return ChildEnded(self._name, instead=self._instead, **how)
+        return ChildEnded(self._name, instead=self._instead, limited=self._memory is not None, **how)
 
     def ask(self, *question: Any, timeout: float | None = None, wait: float | None = None) -> list[Any]:
         """Returns the whole answer (see PendingAnswer.messages). wait: seconds to wait while `most` others are

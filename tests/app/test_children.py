@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -49,7 +50,9 @@ def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypa
 
 
 def hungry(channel: Channel, size: int) -> None:
-    """The child: takes as much memory as it is asked to."""
+    """The child: takes as much memory as it is asked to. Below 0 it ends as Rust does when it gets none."""
+    if size < 0:
+        os.abort()
     channel.say(b"%d" % len(bytearray(size)))
 
 
@@ -57,8 +60,13 @@ def hungry(channel: Channel, size: int) -> None:
 def test_a_child_takes_no_more_memory_than_it_may() -> None:
     children = Children(hungry, name="hungry", memory=256 << 20)
     assert children.ask(64 << 20, timeout=TIMEOUT) == [b"%d" % (64 << 20)]
-    with pytest.raises(ConsoleError, match="memory"):
-        children.ask(512 << 20, timeout=TIMEOUT)
+    for size in (512 << 20, -1):
+        with pytest.raises(ConsoleError, match="memory") as refused:
+            children.ask(size, timeout=TIMEOUT)
+        assert refused.value.code == "too_large", "to try again can't help"
+    with pytest.raises(ConsoleError, match="memory") as refused:
+        Children(hungry, name="hungry").ask(-1, timeout=TIMEOUT)
+    assert refused.value.code == "unavailable", "the machine may have more later"
 
 
 def count(channel: Channel, to: int) -> None:
@@ -224,6 +232,32 @@ def test_what_the_work_raises_is_raised_where_the_answer_is_read(
     after = children.begin("")
     assert list(after.messages()) == said == heard
     assert after.process is asked.process, "it is at no fault"
+    children.close()
+
+
+FAULTS = {
+    "fault": ValueError("a fault"),
+    "disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+}
+
+
+def fail_and_stay(channel: Channel, error: str) -> None:
+    """The child: raises the error, and leaves a thread behind that keeps its process."""
+    threading.Thread(target=threading.Event().wait).start()
+    raise FAULTS[error]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("error", "status", "said"), [("fault", 500, "ValueError"), ("disk", 503, os.strerror(errno.ENOSPC))]
+)
+def test_what_the_work_raises_is_raised_even_if_its_process_would_stay(error: str, status: int, said: str) -> None:
+    children = Children(fail_and_stay, name="staying", keep=TIMEOUT)
+    asked = children.begin(error, timeout=20.0)
+    with pytest.raises(ConsoleError, match=said) as refused:
+        list(asked.messages())
+    assert refused.value.status == status and not isinstance(refused.value, ChildEnded)
+    assert ended(asked)
     children.close()
 
 
