@@ -405,7 +405,7 @@ def _awake(state: State, notes: list[Decision], now: float, failure_timeouts: Fa
 def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over:
         return Transition(state)
-    members, notes = dict(state.members), list[Decision]()
+    members, notes, done = dict(state.members), list[Decision](), False
     dead, silent = dict[str, str](), dict[str, float]()
     # If no worker is heard, they are suspended together or cut off. To take them out would leave nobody to go on with.
     nobody = nobody_heard(state, now)
@@ -415,7 +415,7 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
             continue
         age = now - member.last_heard
         if age > failure_timeouts.dead and _is_done(state, member):
-            members[name] = replace(member, state=FINISHED)
+            members[name], done = replace(member, state=FINISHED), True
         elif age > failure_timeouts.dead and not together:
             dead[name] = f"not heard for {age:.1f} s (dead at {failure_timeouts.dead:g} s)"
         elif age > failure_timeouts.suspect and member.state is RUNNING and not _is_done(state, member):
@@ -433,6 +433,9 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     notes += each_or_many("warning", "worker", lines, many)
     if dead:
         return lose(state, dead, notes, now)
+    if done and _none_works(state):
+        over = _end_job(state, Finished(JobState.FINISHED, NONE_WORKS))
+        return replace(over, decisions=(*notes, *over.decisions))
     if state.pending and state.pending.until is not None and now >= state.pending.until:
         return generations.overdue(state, notes)
     if nobody > failure_timeouts.lost and not state.pending and not state.halted:
@@ -521,11 +524,20 @@ def _settled_without(before: State, state: State, reason: str, now: float) -> Tr
     which must do without them, or workers that are back wait for them. With the last of an own loop's workers the job
     ends: the one that should say so may not have reached the console."""
     left = any(m.closed and not before.members[name].closed for name, m in state.members.items())
-    if left and state.own_loop and all(m.closed or m.state is FAILED for m in state.members.values()):
-        return _end_job(state, Finished(JobState.FINISHED, "all workers have closed their reporters"))
+    if left and _none_works(state):
+        return _end_job(state, Finished(JobState.FINISHED, NONE_WORKS))
     if left and (state.pending or (state.settled and returned(state) and not lost_stages(state))):
         return reconsider(state, reason, [], now)
     return Transition(state, reason=reason)
+
+
+NONE_WORKS = "all workers have closed their reporters, or were silent with their work done"
+
+
+def _none_works(state: State) -> bool:
+    """Says whether this is an own loop all of whose workers have left, with their work done or lost. A worker that
+    can't reach the console as it leaves is silent, and nobody else says that it has left."""
+    return state.own_loop and all(m.state in (FINISHED, FAILED) for m in state.members.values())
 
 
 def _end(state: State, event: Exited, now: float, dead: dict[str, str]) -> Transition:

@@ -632,6 +632,29 @@ def test_an_own_loop_is_over_when_the_last_worker_has_left() -> None:
     assert some.state.over is None, "one has come back, with work to do"
 
 
+@pytest.mark.parametrize("silent_first", [True, False])
+def test_an_own_loop_is_over_too_when_one_falls_silent_with_its_work_done(silent_first: bool) -> None:
+    """It could not reach the console as it left: the job was shown as training with one worker for ever."""
+    run = Run(own_loop=True).start()
+    run.beat(draining=False)
+    run.beat("W1_1", draining=True)
+    others = run.names[:-1]
+    if silent_first:
+        run.wait(30, *others)
+    for name in others:
+        assert run.state.over is None
+        run.close(name)
+    if not silent_first:
+        run.wait(30)
+    assert run.state.over is JobState.FINISHED
+    working = Run(own_loop=True).start()
+    working.beat()
+    for name in others:
+        working.close(name)
+    working.wait(30)
+    assert working.state.over is None, "the last one has not said that its work is done"
+
+
 def test_who_has_left_is_not_called_back_with_those_that_were_silent() -> None:
     run = Run(iterations=10).start()
     run.close("W0_1")
