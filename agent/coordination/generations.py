@@ -98,7 +98,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     restore = state.restoring or bool(state.pending and state.pending.restore)
     current, lost = state.current, lost_stages(state) if state.current else []
     if lost and current:
-        state = _call_back(state, current, lost, notes)
+        state = _call_back(state, current, lost, notes, now)
         lost = lost_stages(state)
     if current is None:
         if state.tally.unready:
@@ -129,9 +129,12 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     return ask(state, pending, notes)
 
 
-def _call_back(state: State, current: Generation, lost: Collection[int], notes: list[Decision]) -> State:
+def _call_back(
+    state: State, current: Generation, lost: Collection[int], notes: list[Decision], now: float
+) -> State:
     """Keeps workers that were asked to leave if their stage has lost all others since. They still train as long as no
-    generation without them has opened, and their launcher has not been told."""
+    generation without them has opened, and their launcher has not been told. Their heartbeats have not counted since
+    they were asked, so their silence begins now."""
 
     def has_state(member: Member) -> bool:
         why = member.let_go
@@ -141,7 +144,12 @@ def _call_back(state: State, current: Generation, lost: Collection[int], notes: 
 
     back = [m for m in state.members.values() if has_state(m)]
     notes += [Note("warning", "recovery", f"{m.name} stays: no other has its stage {m.stage}", m.name) for m in back]
-    stay = {m.name: replace(m, state=RUNNING, detail="", leaving=False, let_go=None) for m in back}
+    stay = {
+        m.name: replace(
+            m, state=RUNNING, detail="", leaving=False, let_go=None, last_heard=None if m.last_heard is None else now
+        )
+        for m in back
+    }
     return replace(state, members={**state.members, **stay}) if stay else state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from numbers import Real
 from pathlib import Path
 from traceback import walk_tb
@@ -121,6 +122,7 @@ def in_a_line(error: BaseException) -> str:
 
 _EXAMPLES = "openrecycle.agent.examples"
 _PYTHON = str(Path(os.__file__).parent)
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 def in_user_code(frame: FrameType) -> bool:
@@ -140,7 +142,7 @@ def where_raised(error: BaseException | None) -> str:
         for frame, line in reversed([*walk_tb(error.__traceback__)]):
             if in_user_code(frame):
                 place = f", at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-                if "-packages" not in frame.f_code.co_filename:
+                if not _INSTALLED.search(frame.f_code.co_filename):
                     return place
                 packaged = packaged or place
         error = error.__cause__

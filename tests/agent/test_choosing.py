@@ -403,6 +403,20 @@ def test_who_was_asked_to_leave_stays_if_its_stage_has_lost_all_others_since(che
     assert checkpoints or told_already.state.halted, "its launcher may have ended it by now"
 
 
+def test_who_stays_after_all_is_given_its_full_time_to_be_heard() -> None:
+    """Its heartbeats did not count meanwhile: the next tick took it for dead, and the job halted."""
+    run = Run().start()
+    run.beat()
+    run.plans = False
+    run.send(DrainAsked("W1_1", "ada"))
+    run.wait(30, *run.names)
+    run.exit("W0_1")
+    run.send(Tick())
+    assert run.member("W1_1").state is WorkerState.RUNNING and not run.state.halted
+    run.wait(30, "W0_0", "W1_0")
+    assert run.member("W1_1").state is WorkerState.FAILED
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_worker_that_is_asked_to_leave_is_out_without_a_failure(mode: Mode) -> None:
     run = Run(3, 2).start()

@@ -357,6 +357,17 @@ def test_the_place_is_in_the_own_code_rather_than_in_a_package_that_it_calls(tmp
     assert f", at {package}:2 in attend" in describe_exception(alone)
 
 
+def test_a_folder_of_one_s_own_may_be_named_like_those_of_packages(tmp_path: Path) -> None:
+    own, package = tmp_path / "my-packages" / "model.py", tmp_path / "site-packages" / "attention.py"
+    for path, text in ((own, "def forward(attend):\n    attend()\n"), (package, "def attend():\n    raise ValueError\n")):
+        path.parent.mkdir()
+        path.write_text(text)
+    forward, attend = (runpy.run_path(str(p), run_name=p.stem)[f] for p, f in ((own, "forward"), (package, "attend")))
+    with pytest.raises(ValueError) as raised:
+        forward(attend)
+    assert f", at {own}:2 in forward" in describe_exception(raised.value)
+
+
 def attend_here(attend: Callable[[], None]) -> None:
     attend()
 
