@@ -129,9 +129,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     return ask(state, pending, notes)
 
 
-def _call_back(
-    state: State, current: Generation, lost: Collection[int], notes: list[Decision], now: float
-) -> State:
+def _call_back(state: State, current: Generation, lost: Collection[int], notes: list[Decision], now: float) -> State:
     """Keeps workers that were asked to leave if their stage has lost all others since. They still train as long as no
     generation without them has opened, and their launcher has not been told. Their heartbeats have not counted since
     they were asked, so their silence begins now."""

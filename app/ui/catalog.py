@@ -89,8 +89,8 @@ def _catalog(console: ConsoleService, request: CatalogRequest, colours: Palette)
         )
     if report.question.job.layers:
         st.caption(
-            "A job goes on by these plans at once. Its layers can then move to other stages where that makes the "
-            "period shorter: Live shows the plan that follows."
+            "A job goes on by these plans at once. Unless it was started with `--relayout never`, its layers can then "
+            "move to other stages where that makes the period shorter: Live shows the plan that follows."
         )
     components.heading("The same in figures")
     st.html(rows_html(counts_table(report), "Figures by failures"))

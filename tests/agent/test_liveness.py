@@ -359,9 +359,10 @@ def test_the_place_is_in_the_own_code_rather_than_in_a_package_that_it_calls(tmp
 
 def test_a_folder_of_one_s_own_may_be_named_like_those_of_packages(tmp_path: Path) -> None:
     own, package = tmp_path / "my-packages" / "model.py", tmp_path / "site-packages" / "attention.py"
-    for path, text in ((own, "def forward(attend):\n    attend()\n"), (package, "def attend():\n    raise ValueError\n")):
+    for path in (own, package):
         path.parent.mkdir()
-        path.write_text(text)
+    own.write_text("def forward(attend):\n    attend()\n")
+    package.write_text("def attend():\n    raise ValueError\n")
     forward, attend = (runpy.run_path(str(p), run_name=p.stem)[f] for p, f in ((own, "forward"), (package, "attend")))
     with pytest.raises(ValueError) as raised:
         forward(attend)
