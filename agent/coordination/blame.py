@@ -81,7 +81,11 @@ class Links:
             return self
         return replace(
             self,
-            breaks=tuple(b for b in self.breaks if not {*b.pair} & {*places}),
+            breaks=tuple(
+                replace(b, complaints=tuple(pair for pair in b.complaints if not {*pair} & {*places}))
+                for b in self.breaks
+                if not {*b.pair} & {*places}
+            ),
             taken_out={name: at for name, at in self.taken_out.items() if name not in places},
             barred=tuple(name for name in self.barred if name not in places),
         )
@@ -109,8 +113,10 @@ class Links:
 
     @property
     def known(self) -> frozenset[str]:
-        """The workers of which something is remembered."""
-        return frozenset((*self.taken_out, *self.barred, *(name for b in self.breaks for name in b.pair)))
+        """The workers of which something is remembered, if only that they complained, or were complained of, when
+        another link broke."""
+        of_breaks = (name for b in self.breaks for pair in (b.pair, *b.complaints) for name in pair)
+        return frozenset((*self.taken_out, *self.barred, *of_breaks))
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,10 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         return refuse(state, "fenced", fenced_text(elsewhere, event.incarnation))
 
     member = _room_for(state, member)
-    if event.of_spares or member.name != event.worker:
-        # It is no successor of the process that was there, and does not run where that one ran.
+    another = event.of_spares or member.name != event.worker
+    if another and member.name not in {source for source, _ in moves_of(state)}:
+        # It is no successor of the process that was there, and does not run where that one ran. If that one is about to
+        # move, what is remembered goes with it once the generation opens.
         state = replace(state, links=state.links.without({member.name}))
     arrived = replace(
         member,

@@ -26,9 +26,10 @@ from openrecycle.agent.coordination.blame import (
 )
 from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.agent.coordination.membership import CHECKPOINT
+from openrecycle.agent.coordination.membership import CHECKPOINT, PlanReady
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from tests.agent import coordinator_run
 from tests.golden import golden
 
 ALL = [str(w) for w in Job(3, 3, 2).workers()]
@@ -275,6 +276,32 @@ def test_what_is_remembered_goes_with_the_process_that_moves() -> None:
     assert links.moved({"W1_0": "W1_2"}) == links
     swapped = links.moved({"W2_2": "W1_1", "W1_1": "W2_2"})
     assert (swapped.taken_out, swapped.barred) == ({"W2_2": 0}, ("W1_1",))
+
+
+def test_whoever_comes_to_a_place_does_not_answer_for_what_was_said_of_it_when_another_link_broke() -> None:
+    said = (("W0_0", "W2_1"), ("W1_0", "W1_1"))
+    links = Links(breaks=(Break(0, ("W0_0", "W2_1"), said),))
+    (moved,) = links.moved({"W2_2": "W1_1"}).breaks
+    assert moved == Break(0, ("W0_0", "W2_1"), (("W0_0", "W2_1"), ("W1_0", "W2_2")))
+    (left,) = links.without({"W1_1"}).breaks
+    assert left == Break(0, ("W0_0", "W2_1"), (("W0_0", "W2_1"),))
+
+
+def test_what_is_remembered_of_one_that_is_about_to_move_stays_when_its_place_is_taken() -> None:
+    """Its successor there comes before the generation has opened with which it moves."""
+    run = coordinator_run.Run(3, 2, checkpoints=True).start()
+    for name in ("W0_1", "W1_1"):
+        run.exit(name)
+        run.resume()
+    run.state = replace(run.state, links=Links(taken_out={"W2_0": 5, "W1_0": 7}))
+    run.plans = False
+    run.exit("W2_1")
+    assert run.state.pending is not None and run.state.pending.moves == (("W2_0", "W0_1"),)
+    run.back("W0_1")
+    assert run.member("W2_0").incarnation == "W0_1-again1"
+    run.send(PlanReady(run.state.pending.failed, "of the others", "made"))
+    assert run.opened[-1].incarnations["W0_1"] == "W2_0-1"
+    assert run.state.links.taken_out == {"W0_1": 5, "W1_0": 7}
 
 
 def test_one_that_has_moved_to_such_a_place_may_be_replaced_there() -> None:
