@@ -767,7 +767,8 @@ class Launcher:
             empty = [cell for cell in self._options.job.workers() if cell not in self._pool.running]
             if lost := [cell for cell in empty if str(cell) not in coming]:
                 raise JobFailed(self._lacks.get(lost[0], f"{lost[0]} ended before training began"))
-        why, coming = self._coordination.stands or self._stands, self._on_the_way
+        why = self._coordination.stands or self._stands
+        coming = self._on_the_way if why else []
         if why and not coming:
             raise JobFailed(why)
         if why and why != self._waited_for:
