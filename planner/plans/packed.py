@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.jobs.failures import by_stage, workers_in
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import (
     INTEGER,
     JobDoc,
@@ -44,10 +44,17 @@ DIGEST = hashlib.sha256().digest_size
 # Checked before more memory is taken: a header lists the failed workers and little else.
 MAX_HEADER = 64 << 20
 MAX_JSON = 4 << 30
-# The same for a plan that another host has sent.
-FOREIGN_HEADER = 8 << 20
 
 Grid = tuple[int, int, int]
+
+
+def foreign_header(grid: Grid) -> int:
+    """Returns the same for a plan of this grid that another host has sent: to read one of 8 MiB takes seconds, and
+    hundreds of times the memory of what was sent. It has profiles, each with an all-reduce by the number of peers, and
+    speeds of workers."""
+    pipelines, stages, _ = grid
+    profiles = (MAX_LAYERS + stages) * (512 + 24 * pipelines)
+    return min((64 << 10) + profiles + 64 * pipelines * stages, 8 << 20)
 
 
 class Effort(BaseModel):
@@ -232,7 +239,7 @@ def _read(
     data: bytes, question: CatalogQuestion | None, source: str, grid: Grid | None = None
 ) -> tuple[Header, Schedule | Plan]:
     """Return the header and the schedule, or the plan where the payload is its JSON."""
-    header, payload = _opened(data, source, MAX_HEADER if grid is None else FOREIGN_HEADER)
+    header, payload = _opened(data, source, MAX_HEADER if grid is None else foreign_header(grid))
     asked = question or header.asked
     if asked is None:
         raise PlanError(f"{source} is a plan of a catalog, and does not say what it is for")

@@ -14,7 +14,7 @@ import pytest
 
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check, checked
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.packed import (
     DIGEST,
     decode_header,
@@ -164,6 +164,20 @@ def test_a_catalog_renames_the_pipelines_of_large_plans() -> None:
     assert check(found) == []
 
 
+def test_the_header_of_a_large_job_fits_whose_layers_and_workers_all_differ() -> None:
+    pipelines, stages = 2, 32
+
+    def layer(n: int) -> LayerProfile:
+        time, peers = round(n + 100.123, 3), tuple(round(n + p + 0.765, 3) for p in range(pipelines))
+        return LayerProfile(time, time, time, 1.0, peers, *[10**11 + n] * 4, transfer=time, backward_transfer=n + 0.5)
+
+    each = tuple(map(layer, range(MAX_LAYERS)))
+    speeds = tuple((Worker(p, s), 1.00001 + (p * stages + s) / 1e5) for p in range(pipelines) for s in range(stages))
+    job = Job(pipelines, stages, 1, time_unit="ms", layers=each, speeds=speeds)
+    made = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform")).plan_for([Worker(1, 0)])[0]
+    assert from_text(to_text(made), grid=(pipelines, stages, 1)) == made
+
+
 def test_what_another_host_has_sent_is_of_the_grid_and_takes_little_memory_to_read() -> None:
     made = checked(make_plan(problem(), solver="list", look_ahead=False))
     grid, data = (8, 8, 16), packed(made)
@@ -173,6 +187,7 @@ def test_what_another_host_has_sent_is_of_the_grid_and_takes_little_memory_to_re
         (to_text(made), (8, 8, 17)),
         # Each of these few kilobytes would take many megabytes.
         (base64.b64encode(sealed_again(data, fingerprint="0" * (9 << 20))).decode(), grid),
+        (base64.b64encode(sealed_again(data, peaks=[0] * (1 << 20))).decode(), grid),
         (base64.b64encode(sealed_again(data, zlib.compress(b" " * (9 << 20)), form="json")).decode(), grid),
         (to_text(made.model_copy(update={"workers": cut})), grid),
     ):
