@@ -912,7 +912,7 @@ class Launcher:
         deployment = event.deployment
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
-        self._deployed, self._stands = event, ""
+        before, self._deployed, self._stands = self._deployed, event, ""
         if event.restore == FROM_START:
             anew = "there is no whole checkpoint yet, so all begin again at iteration 0"
             self._listener({"warning": f"{deployment.reason}; {anew}"})
@@ -955,7 +955,7 @@ class Launcher:
         self._found = {"left_out": list(self._bad_samples.left_out), "runs": list(runs)}
         # The workers that are to try a bad sample were chosen by the plan of all, so no other plan may be run.
         self._unchecked = None
-        self._interim = None if runs else self._plan_meanwhile(event)
+        self._interim = None if runs else self._plan_meanwhile(event, before)
         if self._interim is not None:
             self._coordination.meanwhile(deployment.generation, self._interim)
         whole = all(entry.whole for cell, entry in self._pool.running.items() if cell in living)
@@ -973,9 +973,10 @@ class Launcher:
         self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=gone))
         self._gone(entry, gone)
 
-    def _plan_meanwhile(self, event: Deploy) -> Plan | None:
+    def _plan_meanwhile(self, event: Deploy, before: Deploy | None) -> Plan | None:
         """Returns the plan that is run until newcomers have taken their state from a peer; None: none is needed, or
-        there is none."""
+        there is none. That is the plan of the generation before, if it does without the same workers. Otherwise it is
+        looked up, or made now, which takes seconds for thousands of workers."""
         if event.restore is not None:
             for entry in self._pool.running.values():
                 entry.whole = True
@@ -983,8 +984,11 @@ class Launcher:
         lacking = {w for w, entry in self._pool.running.items() if str(w) in living and not entry.whole}
         if not lacking and not self._rearranges(event):
             return None
+        without = {*map(Worker.parse, event.deployment.failed), *lacking}
+        if before and before.plan.partition == self._held and {*map(Worker.parse, before.plan.failed)} == without:
+            return before.plan
         try:
-            catalog, without = self._catalog.at(self._held), {*map(Worker.parse, event.deployment.failed), *lacking}
+            catalog = self._catalog.at(self._held)
             made_now = not catalog.has(without)
             plan, _ = catalog.plan_for(without)
         except PlannerError:

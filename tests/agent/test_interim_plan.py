@@ -20,11 +20,12 @@ FIRST, BACK = ("W0_0", "W0_1", "W1_0"), "W1_1"
 
 
 class Returns(Coordination):
-    """W1_1 is started again after the first generation, and comes in the second. enough: whether the job ends once a
-    worker has formed in it."""
+    """W1_1 is started again after the first generation, and comes in the second. lost: who is out from then on. enough:
+    whether the job ends once a worker has formed in it."""
 
-    def __init__(self, catalog: Catalog, *, enough: bool) -> None:
-        self._catalog, self._enough = catalog, enough
+    def __init__(self, catalog: Catalog, *, lost: tuple[str, ...], enough: bool) -> None:
+        self._catalog, self._lost, self._enough = catalog, lost, enough
+        self.first: Plan | None = None
         self._formed, self._opened, self._restarted = set[tuple[str, int]](), 0, False
         self.reported: list[tuple[int, Plan]] = []
 
@@ -44,15 +45,21 @@ class Returns(Coordination):
             self._restarted = True
             return [Command(seq=1, kind="restart", worker=BACK)]
         self._opened += 1
-        living, failed = (FIRST, (BACK,)) if self._opened == 1 else ((*FIRST, BACK), ())
+        failed = (BACK,) if self._opened == 1 else self._lost
+        living = tuple(name for name in (*FIRST, BACK) if name not in failed)
         plan, _ = Catalog(self._catalog.job, self._catalog.technique, self._catalog.memory).plan_for(
             map(Worker.parse, failed)
         )
-        about = {"plan_fingerprint": plan.fingerprint, "failed": failed, "joining": (BACK,) if not failed else ()}
+        about = {
+            "plan_fingerprint": plan.fingerprint,
+            "failed": failed,
+            "joining": (BACK,) if self._opened == 2 else (),
+        }
+        self.first = self.first or plan
         return [Deploy(Deployment(generation=self._opened, living=living, **about), plan)]  # type: ignore[arg-type]
 
 
-def trained(kind: type[Catalog], *, enough: bool) -> tuple[Returns, str]:
+def trained(kind: type[Catalog], *, lost: tuple[str, ...] = (), enough: bool) -> tuple[Returns, str]:
     """What decides, and why the job ended."""
 
     def hear(entry: PretendedWorker, message: dict[str, Any]) -> None:
@@ -62,7 +69,7 @@ def trained(kind: type[Catalog], *, enough: bool) -> tuple[Returns, str]:
     made: list[Returns] = []
 
     def decides(catalog: Catalog) -> Returns:
-        made.append(Returns(catalog, enough=enough))
+        made.append(Returns(catalog, lost=lost, enough=enough))
         return made[0]
 
     def begin(entry: PretendedWorker) -> None:
@@ -79,13 +86,20 @@ def trained(kind: type[Catalog], *, enough: bool) -> tuple[Returns, str]:
 
 
 def test_an_interim_plan_that_breaks_a_rule_ends_the_job_whoever_decides() -> None:
-    decides, why = trained(WrongPlans, enough=False)
+    decides, why = trained(WrongPlans, lost=("W0_0",), enough=False)
     assert golden("the-plan-of-list-is") in why
     ((generation, plan),) = decides.reported
-    assert generation == 2 and plan.failed == (BACK,) and check(plan), "nobody waited for the check"
+    assert generation == 2 and plan.failed == ("W0_0", BACK) and check(plan), "nobody waited for the check"
 
 
 def test_a_valid_one_is_run() -> None:
-    decides, why = trained(Catalog, enough=True)
+    decides, why = trained(Catalog, lost=("W0_0",), enough=True)
     ((generation, plan),) = decides.reported
-    assert why == "enough" and (generation, plan.failed, check(plan)) == (2, (BACK,), [])
+    assert why == "enough" and (generation, plan.failed, check(plan)) == (2, ("W0_0", BACK), [])
+
+
+def test_where_the_same_workers_lack_the_plan_in_force_stays() -> None:
+    """One was made anew at each return of a worker: 1 to 12 s for 2,048 workers, in which no death was handled."""
+    decides, why = trained(WrongPlans, enough=True)
+    ((_, plan),) = decides.reported
+    assert why == "enough" and plan is decides.first
