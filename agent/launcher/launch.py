@@ -911,7 +911,7 @@ class Launcher:
         """Puts a new generation in force: moves and fences processes, and tells all members."""
         deployment = event.deployment
         living = {Worker.parse(name) for name in deployment.living}
-        after = self._boundary(event)
+        after = self._last_iteration(event)
         before, self._deployed, self._stands = self._deployed, event, ""
         if event.restore == FROM_START:
             anew = "there is no whole checkpoint yet, so all begin again at iteration 0"
@@ -1055,7 +1055,7 @@ class Launcher:
             self._move_waits = False
             self._form_anew("all have their state, and layers go on to move")
 
-    def _boundary(self, event: Deploy) -> int | None:
+    def _last_iteration(self, event: Deploy) -> int | None:
         """Returns the iteration that all finish before they take up a generation in which workers come, move or leave,
         and none was lost. None: all take it up at once.
 
