@@ -32,6 +32,7 @@ from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo
 from openrecycle.planner.catalogs.catalog_build import most_failures
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 SEEN = "catalog-filling-seen"
@@ -265,7 +266,7 @@ def cards(report: CatalogReport) -> list[Card]:
                 of="longest" if len(last.plans) > 1 else "",
             )
         )
-        out.append(_kept(whole, last))
+        out.append(_kept(report.question.job, whole, last))
     gaps = [line.gap for line in report.lines if line.gap is not None]
     proven = sum(plan.optimal for line in report.lines for plan in line.plans)
     worst = max(gaps)
@@ -285,17 +286,17 @@ def _cover(report: CatalogReport, covered: int) -> str:
     return what if covered >= report.tolerance else f"{what}; asked for {report.tolerance}"
 
 
-def _kept(whole: CountLine, line: CountLine) -> Card:
-    """Shows the share of the fault-free throughput that the longest plan keeps, beside the share of living workers."""
+def _kept(job: Job, whole: CountLine, line: CountLine) -> Card:
+    """Shows the share of the fault-free throughput that the longest plan keeps, beside how many workers live: as a
+    share, 2,047 of 2,048 would be 100 %."""
     label = "Throughput kept"
-    if whole.worst is None or line.worst is None or line.linear is None:
+    if whole.worst is None or line.worst is None:
         return Card(label, "–", "the fault-free plan is missing")
     fault_free = whole.worst.period
-    living = text.percent(fault_free / line.linear)  # as linear is drawn: throughput falls as the workers do
+    workers = job.pipelines * job.stages
+    living = f"{workers - line.failures:,} of {text.count(workers, 'worker')} live"
     at = f"at {text.count(line.failures, 'failure')}{', at worst' * (len(line.plans) > 1)}"
-    return Card(
-        label, text.percent(fault_free / line.worst.period), f"{at}; {living} of workers live", of="of fault-free"
-    )
+    return Card(label, text.percent(fault_free / line.worst.period), f"{at}; {living}", of="of fault-free")
 
 
 def counts_table(report: CatalogReport) -> Table:
