@@ -57,7 +57,7 @@ class PageSession:
                     self._fragment = told.auto_rerun.fragment_id
                 case "delta" if told.delta.new_element.WhichOneof("type") == "exception":
                     raise RuntimeError(told.delta.new_element.exception.message)
-                case "script_finished":
+                case "script_finished" if told.script_finished != ForwardMsg.FINISHED_EARLY_FOR_RERUN:
                     return time.monotonic() - began, size
 
     def close(self) -> None:
