@@ -1,7 +1,7 @@
 """Tries the product on a GPU, in one command: `python -m tests.gpu`, for a machine with one GPU or more.
 
-Each check runs in a process of its own with a time limit, so that one that fails or hangs stops no other. Then comes
-a table; the exit status is 1 if a check failed. Several workers share one GPU: over NCCL where it can do that (2.30 or
+Each check runs in a process of its own with a time limit, so that one that fails or hangs stops no other; only without
+torch, or a GPU that it can use, nothing else is tried. Then comes a table; the exit status is 1 if a check failed. Several workers share one GPU: over NCCL where it can do that (2.30 or
 later), else over gloo by way of the host's memory. `--device cpu` runs what needs no GPU.
 
 Needed are torch, numpy, pydantic, requests and safetensors; no pytest, no console, no solver.
@@ -92,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in LIMITS:
             if options.only and name not in options.only:
                 continue
+            if results and (results[0].name, results[0].status) == ("environment", "failed"):
+                results.append(Result(name, "skipped", note="the environment lacks what it needs"))
+                continue
             if transport == "auto" and name not in BEFORE_JOBS:
                 transport = choose(results, options.device)
             results.append(_run(name, options, transport, out, deadline))
@@ -146,7 +149,9 @@ def _run(name: str, options: argparse.Namespace, transport: str, out: Path, dead
     if status is None:
         return Result(name, "failed", note=f"not done within {limit:g} s", seconds=seconds)
     if not answer.exists():
-        return Result(name, "failed", note=f"ended with exit status {status}", seconds=seconds)
+        log = _tail(out / f"{name}.log")
+        note = f"ended with exit status {status}: {log[log.rfind(chr(10)) + 1 :]}"
+        return Result(name, "failed", note=note[:NOTE_LETTERS], seconds=seconds)
     said = json.loads(answer.read_text())
     return Result(name, said["status"], said["figure"], said["note"][:NOTE_LETTERS], seconds)
 
