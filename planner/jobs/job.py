@@ -213,7 +213,15 @@ def parse_partition(text: str, *, field: str = "partition") -> tuple[int, ...]:
 
 def parse_durations(text: str) -> dict[str, float]:
     """Reads `F=1,I=1,W=1,O=0,transfer=0` (any subset). Raises InputError."""
-    field, known = "--durations", ("F", "I", "W", "O", "transfer")
+    field = "--durations"
+    out = named_numbers(text, ("F", "I", "W", "O", "transfer"), field=field)
+    for key, value in out.items():
+        check_duration(f"{field} {key}", value)
+    return out
+
+
+def named_numbers(text: str, known: Sequence[str], *, field: str) -> dict[str, float]:
+    """Reads `NAME=NUMBER,NAME=NUMBER`, any subset of `known`, each once. Raises InputError."""
     out: dict[str, float] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, raw = part.partition("=")
@@ -224,7 +232,6 @@ def parse_durations(text: str) -> dict[str, float]:
         value = number_of(raw.strip())
         if value is None:
             raise InputError(field, part, f"{key}=NUMBER, such as {key}=1.5")
-        check_duration(f"{field} {key}", value)
         out[key] = value
     return out
 

@@ -19,7 +19,7 @@ from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.words import number_of
+from openrecycle.planner.jobs.job import named_numbers
 from openrecycle.planner.simulation.traces import Trace
 
 # -- the interface of a policy ------------------------------------------------------------------
@@ -189,17 +189,7 @@ class RecoveryCosts:
     @classmethod
     def parse(cls, text: str, *, field: str = "--cost") -> RecoveryCosts:
         """Parses `detect=1,recover=0.5,...`, any subset. Raises InputError."""
-        known = [f.name for f in fields(cls)]
-        values: dict[str, float] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            name, _, raw = part.partition("=")
-            if name not in known:
-                raise InputError(field, part, "NAME=NUMBER with NAME one of " + ", ".join(known))
-            value = number_of(raw.strip())
-            if value is None or not math.isfinite(value):
-                raise InputError(field, part, f"{name}=NUMBER")
-            values[name] = value
-        return cls(**values)
+        return cls(**named_numbers(text, [f.name for f in fields(cls)], field=field))
 
 
 # -- the outcome of a simulated run, and the one definition of each of its numbers --------------

@@ -393,7 +393,17 @@ def test_no_plan_for_the_full_grid() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["detect", "detect=x", "detect=1_0", "other=1", "detect=-1", "checkpoint_interval=0", "dollars=nan"]
+    "text",
+    [
+        "detect",
+        "detect=x",
+        "detect=1_0",
+        "other=1",
+        "detect=-1",
+        "detect=1,detect=2",
+        "checkpoint_interval=0",
+        "dollars=nan",
+    ],
 )
 def test_bad_costs(text: str) -> None:
     with pytest.raises(InputError, match="--cost"):
