@@ -196,7 +196,8 @@ class WorkerProcess:
     process: that of rank 0. siblings: the processes of its ranks above 0, which live and die with it
     (agent.workers.worker). meeting: a folder where the ranks find each other at their start. slots: for each rank a
     number that no other process of this node had at its start, which also says which GPU it uses. made_of: the spare
-    ranks in whose place its own run. elsewhere: it is on another node.
+    ranks in whose place its own run. elsewhere: it is on another node. unknown: it is ended since the leader does not
+    know it: the one before was lost as it started it.
     member: it is in a generation. waits: it has asked for its place, and is in no generation yet. fenced: it counts as
     dead while its process may still run, and all that it says is void. asked: `end` has told it to end, which shows
     which of its ranks hang. since: the generation in which it came to its place; what it says of earlier ones concerns
@@ -223,6 +224,7 @@ class WorkerProcess:
     error: str = ""
     member: bool = False
     fenced: bool = False
+    unknown: bool = False
     asked: bool = False
     since: int = 0
     came_from: Worker | None = None
@@ -309,6 +311,7 @@ class WorkerProcess:
         """Takes over what another launcher has `told`."""
         for name in _TOLD:
             setattr(self, name, told[name])
+        self.made_of = tuple((incarnation, rank) for incarnation, rank in told["made_of"])  # JSON has no tuples
         self.came_from = told["came_from"] and Worker.parse(told["came_from"])
 
     def messages(self) -> Iterator[channel.Message]:
@@ -463,6 +466,15 @@ class WorkerProcess:
         return tuple(rank for rank in spare if rank not in self._held)
 
     @property
+    def spare_again(self) -> tuple[SpareRank, ...]:
+        """The spare ranks that an ended worker was made of, if nobody has come to know it: none was at fault. Its slots
+        are in their order."""
+        if not self.unknown:
+            return ()
+        places = enumerate(zip(self.made_of, self.slots, strict=False))
+        return tuple(SpareRank(spare, slot) for rank, (spare, slot) in places if rank not in self._held)
+
+    @property
     def _ends(self) -> tuple[int | None, ...]:
         """The exit codes of its ranks. Once the ranks were killed, None stands for each that did not end by itself."""
         return self._codes or tuple(process.exitcode for process in (self.process, *self.siblings))
@@ -473,7 +485,7 @@ UNKNOWN = 255
 whether, the process has ended. A user's code may also end with this code."""
 _FOLLOW = (channel.ORPHANED, channel.FENCED, channel.GAVE_UP)
 """Exit codes of ranks that ended because they were told to, or because of another one."""
-_TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")
+_TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit", "made_of")
 
 
 def _kill(process: ProcessHandle) -> None:
@@ -627,7 +639,8 @@ class ProcessPool:
         """Remembers the spare ranks of a worker that has ended."""
         ranks = entry.spare_ranks  # read once, since another rank may end meanwhile
         left = [(rank, -1 if entry.elsewhere else entry.slots[rank]) for rank in ranks]
-        self.spares.add(self.node_of(entry), [SpareRank((entry.incarnation, rank), slot) for rank, slot in left])
+        spares = [SpareRank((entry.incarnation, rank), slot) for rank, slot in left]
+        self.spares.add(self.node_of(entry), [*entry.spare_again, *spares])
 
     def take_spares(self, ranks: int) -> Spares | None:
         """Takes so many spare ranks of one node that is there. None: no node has as many that can be tried now."""
@@ -635,10 +648,10 @@ class ProcessPool:
 
     def promises_spares(self, ranks: int) -> bool:
         """Says whether so many ranks of one node are spare, or may be as soon as the silent workers there that were
-        told to end have done so."""
+        told to end have done so, and those that the leader does not know."""
         ending = Counter[int]()
         for entry in self._aside:
-            ending[self.node_of(entry)] += ranks - 1 if entry.asked else 0
+            ending[self.node_of(entry)] += ranks - 1 if entry.asked else len(entry.made_of) if entry.unknown else 0
         return self.spares.promise(ranks, ending)
 
     @property

@@ -940,7 +940,7 @@ class SpreadPool(ProcessPool):
                 told, link.spares = link.spares, None
             if told is not None:
                 running = {entry.incarnation for entry in self.entries}
-                filled = {rank for entry in self.entries for rank in entry.made_of}
+                filled = {rank for entry in self.entries if not _never_ran(entry) for rank in entry.made_of}
                 left = [rank for rank in told if rank[0] not in running and rank not in filled]
                 self.spares.replace(node, [SpareRank(rank, -1) for rank in left])
 
@@ -1093,6 +1093,11 @@ class SpreadPool(ProcessPool):
         # A message that can't be sent is a fault of ours, and the worker would wait for it for ever: so it is killed.
         entry.send = lambda message: self.decide(lambda: link.post(whom | {"message": message}, entry.kill))
         return entry
+
+
+def _never_ran(entry: WorkerProcess) -> bool:
+    """Says whether the node of a worker knows nothing of it: the leader before did not come to start it there."""
+    return entry.process.is_ending() and entry.process.exitcode is None
 
 
 def _compare_clocks(frames: Frames, until: float | None) -> tuple[int, float]:

@@ -419,6 +419,8 @@ class NodeServer:
         item = {"kind": "exited", "incarnation": incarnation, **about}
         self._said.setdefault(incarnation, deque()).append(item)
         self._tell(item)
+        if entry.unknown:
+            self._resumed()
 
     def _obey(self, frames: Frames, message: dict[str, Any]) -> None:
         self._heard_at = self._clock()
@@ -491,13 +493,20 @@ class NodeServer:
                     frames.post(item)
         for incarnation, entry in self._entries.items():
             if incarnation not in message["workers"]:
-                entry.fenced = True
+                entry.fenced = entry.unknown = True
                 entry.kill()
         for incarnation in set(message["workers"]) - self._entries.keys() - self._said.keys():
             frames.post({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
-        spares = [] if self._pool is None else [list(spare.rank) for spare in self._pool.spares.on(self._pool.own_node)]
-        frames.post({"kind": "resumed", "spares": spares})
         self._resuming = False
+        self._resumed()
+
+    def _resumed(self) -> None:
+        """Tells a new leader which ranks are spare here, as soon as the workers that it does not know have ended: the
+        spare ranks that these were made of are spare again."""
+        if any(entry.unknown for entry in self._entries.values()):
+            return
+        spares = [] if self._pool is None else [list(spare.rank) for spare in self._pool.spares.on(self._pool.own_node)]
+        self._tell({"kind": "resumed", "spares": spares})
 
     def _start(self, document: dict[str, Any], fill: Collection[RankOf]) -> None:
         """Starts a worker. fill: the spare ranks in whose place it starts, as the leader says. If it can't be started,
@@ -593,7 +602,8 @@ class Succession:
         known = {about["incarnation"] for about in document["workers"]}
         for incarnation, entry in self.entries.items():
             if incarnation not in known:
-                entry.kill()
+                entry.unknown = True
+                pool.fence(entry, "unknown to this launcher")
         for link in links.values():
             link.had(copy.term, copy.lines)
             link.post({"kind": "resume", "heard": dict(copy.heard), "workers": sorted(known)})

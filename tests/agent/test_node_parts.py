@@ -1108,6 +1108,56 @@ def test_a_new_lead_learns_from_each_node_which_ranks_are_spare_there() -> None:
         hub.close("")
 
 
+def test_what_a_worker_was_to_be_made_of_is_spare_where_the_lead_before_did_not_begin_it() -> None:
+    """Its copy says that it has."""
+    hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(0, lead=0, term=2, run="a run"))
+    try:
+        hub.take_over({1: ("127.0.0.1", 1)}, frozenset({1}))
+        frames = fake_node((hub.host, hub.port), resumes=[1, 0])
+        link = hub.followers(5)[1]
+        pool = SpreadPool([], hub, {})
+        entry = pool.adopt_there(link, Worker(0, 0), "not begun", 0.0)
+        entry.made_of = came = (("dead", 0), ("dead", 1))
+        about = json.loads(json.dumps(entry.told()))
+        entry.made_of = ()
+        entry.restore(about)
+        assert entry.made_of == came, "a place whose links broke is open to it as before"
+        frames.send({"kind": "exited", "incarnation": "not begun", "code": None, "spare": []})
+        frames.send({"kind": "resumed", "spares": came})
+        until(lambda: link.resumed, "its word", 10)
+        pool.forget(entry)
+        pool.spare(entry)
+        assert pool.take_spares(2) == Spares(1, tuple(SpareRank(rank, -1) for rank in came))
+        frames.close()
+    finally:
+        hub.close("")
+
+
+def test_spare_ranks_of_a_worker_that_a_new_lead_has_itself_and_does_not_know_are_spare_again() -> None:
+    """The lead before was lost as it began it: one rank does not end, and nothing may run there."""
+    run = spec_of(NamedWorkload("a:b")).run
+    hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(1, lead=1, term=2, run="a run"))
+    ours, theirs = multiprocessing.Pipe()
+    processes = [RemoteProcess(lambda: None) for _ in range(3)]
+    came = tuple((("dead", rank), 4 + rank) for rank in range(3))
+    entry = WorkerProcess(Worker(0, 0), "begun", processes[0], ours, 0.0, siblings=tuple(processes[1:]))
+    entry.made_of, entry.slots = zip(*came, strict=True)
+    try:
+        hub.take_over({}, frozenset())
+        copy = Copy("a run", 1, 1, 0, 0, {}, {}, 0, pack({"workers": []}), plan_of(run), {})
+        pool, _ = Succession(run, 2, hub, copy, Spool(), {"begun": entry}, {}, 0, SpareRanks()).take_over()
+        assert entry.fenced and not pool.spares.all() and pool.promises_spares(2), "as soon as it has ended"
+        for process in processes[:2]:
+            process.ended(-9)
+        until(lambda: entry.has_ended([processes[0].sentinel]), "its end", 10)
+        pool.forget(entry)
+        pool.spare(entry)
+        assert pool.spares.on(1) == tuple(SpareRank(*one) for one in came[:2]) and not pool.entries
+    finally:
+        hub.close("")
+        theirs.close()
+
+
 def test_of_a_worker_that_the_lead_has_fenced_its_node_books_no_spare_ranks(hub: NodeHub) -> None:
     """As the lead does not: nobody knows which of them was at fault."""
     frames = fake_node((hub.host, hub.port))

@@ -14,18 +14,19 @@ from typing import Any, ClassVar
 import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.launcher.processes import SpareRank, WorkerProcess
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN
 from openrecycle.agent.nodes import frames, server, succession
-from openrecycle.agent.nodes.pool import NodeHub, RemoteWorker
+from openrecycle.agent.nodes.pool import NodeHub, RemoteProcess, RemoteWorker
 from openrecycle.agent.nodes.role import LedElsewhere
 from openrecycle.agent.nodes.server import LeadLost
 from openrecycle.agent.nodes.succession import Copy, Lead, LeadStatus, Search, tell
-from openrecycle.agent.workers.spec import RunSpec, encode_run
+from openrecycle.agent.workers.spec import RunSpec, WorkerSpec, decode_run, encode_run, encode_spec
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import until
-from tests.agent.node_leads import NODES, RANK, FirstLead, Node
+from tests.agent.node_leads import NODES, RANK, FirstLead, GivenProcesses, Node
 from tests.agent.node_runs import free_port
 from tests.golden import golden
 
@@ -170,6 +171,35 @@ def test_a_worker_that_the_lead_before_did_not_come_to_start_has_ended(first: Fi
         process.join(20)
         assert not process.is_alive() and process.exitcode is None
         assert RemoteWorker(Worker(0, 0), "never started", process, ours, 0.0, node=link).ending == golden("not-found")
+
+
+def test_spare_ranks_of_a_worker_that_the_next_lead_does_not_know_are_spare_again(
+    first: FirstLead, next_lead: NodeHub
+) -> None:
+    """The lead before was lost as it began it. They are told once it has ended."""
+    ours, theirs = multiprocessing.Pipe()
+    processes = [RemoteProcess(lambda: None) for _ in range(2)]
+    came = [SpareRank(("dead", rank), 4 + rank) for rank in range(2)]
+    entry = WorkerProcess(Worker(0, 0), "", processes[0], ours, 0.0, slots=(4, 5), siblings=(processes[1],))
+    entry.made_of = tuple(spare.rank for spare in came)
+    pool = GivenProcesses([entry])
+    pool.spares.add(0, came)
+    spec = encode_spec(WorkerSpec(Worker(0, 0), "begun", decode_run(copy_for({}).job), True))
+    with node_of(first, next_lead, make_pool=lambda _: pool) as node, theirs:
+        assert first.frames is not None
+        first.frames.send({"kind": "start", "spec": spec, "fill": [["dead", 0], ["dead", 1]]})
+        until(lambda: pool.asked or node.ended, "it to be begun", 20)
+        next_lead.take_over({0: first.address}, frozenset({RANK}))
+        first.close()
+        link = next_lead.followers(20)[RANK]
+        link.post({"kind": "resume", "heard": {}, "workers": []})
+        until(lambda: entry.fenced, "it to be ended", 20)
+        time.sleep(0.2)
+        assert not link.resumed and not pool.spares.all(), "it still runs"
+        for process in processes:
+            process.ended(-9)
+        until(lambda: link.resumed, "its word", 20)
+        assert link.spares == [spare.rank for spare in came] and pool.spares.on(0) == tuple(came)
 
 
 def test_a_node_that_comes_too_late_to_follow_comes_back_as_a_new_one(first: FirstLead, next_lead: NodeHub) -> None:
