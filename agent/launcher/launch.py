@@ -427,7 +427,7 @@ class Launcher:
         for about in saved["workers"]:
             if Worker.parse(about["worker"]) in takeover.lost:
                 gone = (about["worker"], about["incarnation"], about["node"])
-                self._replace(*gone, f"was lost with node {about['node']}")
+                self._replace(*gone, f"was lost with node {about['node']}", spoke=about["spoke"])
         if not takeover.lost:
             self._send_deployments(after=None)  # the leader before may not have told all of its newest decision
             # And it may not have passed on what workers have said since.
@@ -756,7 +756,7 @@ class Launcher:
 
     def _gone(self, entry: WorkerProcess, why: str) -> bool:
         """Handles that a worker's place is empty. Returns whether that was reported, with when it is started again."""
-        return self._replace(str(entry.worker), entry.incarnation, self._pool.node_of(entry), why)
+        return self._replace(str(entry.worker), entry.incarnation, self._pool.node_of(entry), why, spoke=entry.spoke)
 
     # -- starting again -----------------------------------------------------------------------
 
@@ -800,13 +800,13 @@ class Launcher:
             return 0
         return max(0, self._options.job.stages - len(self._pool.running))
 
-    def _replace(self, worker: str, incarnation: str, node: int, why: str) -> bool:
-        """Has a process that is gone replaced, if it may be (agent.launcher.restarts). Returns whether that was
-        reported."""
+    def _replace(self, worker: str, incarnation: str, node: int, why: str, *, spoke: bool) -> bool:
+        """Has a process that is gone replaced, if it may be (agent.launcher.restarts). spoke: it has said something.
+        Returns whether that was reported."""
         asked = self._ends and not self._lacking
         asked = asked or (self._deployed is not None and worker in self._deployed.deployment.leaving)
         there, committed = self._pool.has_node(node), self._record.committed
-        gone = restarts.Gone(worker, incarnation, node, there, committed, asked)
+        gone = restarts.Gone(worker, incarnation, node, there, committed, asked, spoke)
         self._restarts, found = restarts.ended(self._restarts, gone, self._restart_policy, time.monotonic())
         if found is not None:
             self._say_restart(worker, incarnation, found, why)
@@ -827,8 +827,9 @@ class Launcher:
         if not self._awaited:
             return
 
-        def empty(worker: str) -> bool:
-            return Worker.parse(worker) not in self._pool.running
+        def empty(worker: str) -> bool | None:
+            entry = self._pool.running.get(Worker.parse(worker))
+            return True if entry is None else False if entry.spoke else None
 
         now, policy = time.monotonic(), self._restart_policy
         found = restarts.due(self._restarts, now, self._pool.has_node, empty)

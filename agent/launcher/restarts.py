@@ -13,6 +13,8 @@ hear of their end.
   gone, or does not answer, they wait until it is back, which does not count as a try.
 - No process is started for one that was asked to leave, nor where the place is filled by now. If a worker has moved in
   there, the place that it has left is filled instead.
+- A process that has been started at a place, and has said nothing yet, may never run: its node may not be able to
+  start it. Until it has said something, a restart that waits for that place goes on waiting, and is not replaced.
 - In a job that was asked to end, only so many are started as it needs to come to its end: one for each stage.
 """
 
@@ -42,7 +44,8 @@ class RestartPolicy:
 @dataclass(frozen=True)
 class Gone:
     """A process that has ended, or was fenced. worker: its place. there: its node is there. committed: iterations of
-    the job so far. asked: it was to leave, or the job is to end and does not need it for that."""
+    the job so far. asked: it was to leave, or the job is to end and does not need it for that. spoke: it has said
+    something."""
 
     worker: str
     incarnation: str
@@ -50,6 +53,7 @@ class Gone:
     there: bool
     committed: int
     asked: bool = False
+    spoke: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ def ended(restarts: Restarts, gone: Gone, policy: RestartPolicy, now: float) -> 
     """Decides what to do about a process that is gone. Returns the new state, and what is done; None: nothing."""
     before = restarts.successors.get(gone.incarnation)
     successors = {i: s for i, s in restarts.successors.items() if i != gone.incarnation}
+    if not gone.spoke and any(one.worker == gone.worker for one in restarts.waiting):
+        return replace(restarts, successors=successors), None
     # A restart that waits for that place is dropped: another process had been started there.
     known = Restarts(tuple(one for one in restarts.waiting if one.worker != gone.worker), successors)
     if gone.asked or not policy.most:
@@ -164,17 +170,19 @@ def told(waiting: DueRestart, policy: RestartPolicy, now: float) -> Restart:
     return Restart(number=waiting.number, most=policy.most, seconds=seconds, node=node)
 
 
-def due(restarts: Restarts, now: float, there: Callable[[int], bool], empty: Callable[[str], bool]) -> Due:
-    """Returns what is due. there: says whether a node is there. empty: says whether a place is empty."""
+def due(restarts: Restarts, now: float, there: Callable[[int], bool], empty: Callable[[str], bool | None]) -> Due:
+    """Returns what is due. there: says whether a node is there. empty: says whether a place is empty; None: the process
+    there has said nothing yet."""
     waiting, start, held = list[DueRestart](), list[DueRestart](), list[DueRestart]()
     for one in restarts.waiting:
-        if not empty(one.worker):
+        free = empty(one.worker)
+        if free is False:
             continue
-        if one.due <= now and not there(one.node):
+        if free and one.due <= now and not there(one.node):
             if not one.held:
                 one = replace(one, held=True)
                 held.append(one)
-        elif one.due <= now:
+        elif free and one.due <= now:
             start.append(one)
         waiting.append(one)
     return Due(replace(restarts, waiting=tuple(waiting)), tuple(start), tuple(held))

@@ -28,7 +28,8 @@ POLICY = RestartPolicy(3, 10.0)
 
 @dataclass
 class Job:
-    """One whose places are where they are, on one node each; processes are called by their place and number."""
+    """One whose places are where they are, on one node each; processes are called by their place and number. unheard:
+    the places where one was started that has said nothing yet."""
 
     policy: RestartPolicy = POLICY
     now: float = 1000.0
@@ -36,12 +37,15 @@ class Job:
     state: Restarts = field(default_factory=Restarts)
     nodes: set[int] = field(default_factory=lambda: {0, 1})
     running: dict[str, str] = field(default_factory=lambda: {"W0_0": "W0_0.0", "W1_0": "W1_0.0"})
+    unheard: set[str] = field(default_factory=set)
     begun: int = 0
     tries: list[int] = field(default_factory=list)
 
     def ends(self, worker: str, *, asked: bool = False, node: int = 0) -> Restart | None:
         incarnation = self.running.pop(worker)
-        gone = Gone(worker, incarnation, node, node in self.nodes, self.committed, asked)
+        spoke = worker not in self.unheard
+        self.unheard.discard(worker)
+        gone = Gone(worker, incarnation, node, node in self.nodes, self.committed, asked, spoke)
         self.state, said = restarts.ended(self.state, gone, self.policy, self.now)
         return said
 
@@ -54,8 +58,8 @@ class Job:
         self.running[to] = self.running.pop(source)
         self.state = restarts.moved(self.state, {to: source})
 
-    def empty(self, worker: str) -> bool:
-        return worker not in self.running
+    def empty(self, worker: str) -> bool | None:
+        return None if worker in self.unheard else worker not in self.running
 
     def goes_on(self, seconds: float, *, starts: Callable[[DueRestart], bool] = lambda one: True) -> list[str]:
         """Returns which places are filled then."""
@@ -141,6 +145,22 @@ def test_a_place_that_somebody_has_filled_meanwhile_is_left_alone() -> None:
     job.ends("W1_0")
     job.starts("W1_0")
     assert job.goes_on(10) == [] and job.state.waiting == ()
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["due by then", "not due yet"])
+def test_a_place_that_nobody_comes_to_fill_is_left_to_whom_it_waited_for(early: bool) -> None:
+    """A worker of spare ranks was to begin there, on a node that could not start it."""
+    job = Job()
+    job.ends("W1_0", node=1)
+    job.starts("W1_0"), job.unheard.add("W1_0")
+    assert job.goes_on(9 if early else 11) == []
+    assert job.ends("W1_0", node=0) is None, "nothing new"
+    assert job.goes_on(1) == ["W1_0"] and job.tries == [1] and not job.state.waiting
+    job.ends("W1_0", node=1)
+    job.starts("W1_0"), job.unheard.add("W1_0")
+    assert job.goes_on(1) == [] and job.state.waiting
+    job.unheard.clear()
+    assert job.goes_on(1) == [] and not job.state.waiting, "it has come"
 
 
 def test_one_that_was_asked_to_leave_is_not_started() -> None:

@@ -35,8 +35,8 @@ class TwoRanks(PretendedWorkers):
     """A job whose workers have two ranks each. It runs until a worker made of spare ranks has its place.
 
     dies: called when all train, with each by its name. unstartable: how many workers of spare ranks can't be started
-    first. made: where one was made of spare ranks, and what it was told. copy, told: what another launcher would go on
-    from.
+    first. late: that is known only later, as of another node. made: where one was made of spare ranks, and what it was
+    told. copy, told: what another launcher would go on from.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class TwoRanks(PretendedWorkers):
         job: Job,
         dies: Callable[[dict[str, PretendedWorker]], object] = lambda workers: None,
         unstartable: int = 0,
+        late: bool = False,
         **about: Any,
     ) -> None:
         super().__init__(self._started, self._heard)
-        self.job, self._dies, self._unstartable = job, dies, unstartable
+        self.job, self.dies, self._unstartable, self._late = job, dies, unstartable, late
         self.lines: list[dict[str, Any]] = []
         self.made: dict[str, Told] = {}
         self.copy: dict[str, Any] = {}
@@ -70,8 +71,11 @@ class TwoRanks(PretendedWorkers):
     def _started(self, entry: PretendedWorker) -> None:
         if entry.made_of and self._unstartable:
             self._unstartable -= 1
-            raise OSError("no room")
-        entry.ready()
+            if not self._late:
+                raise OSError("no room")
+            entry.die()
+        else:
+            entry.ready()
 
     def _heard(self, entry: PretendedWorker, message: Told) -> None:
         if message["kind"] != "deployment":
@@ -81,8 +85,8 @@ class TwoRanks(PretendedWorkers):
         if entry.made_of:
             self.made[entry.name] = message
             self.launcher.stop(15)
-        elif all(one.member for one in self.workers.values()) and (dies := self._dies):
-            self._dies = lambda workers: None
+        elif all(one.member for one in self.workers.values()) and (dies := self.dies):
+            self.dies = lambda workers: None
             dies(self.workers)
 
 
@@ -188,6 +192,26 @@ def test_spare_ranks_that_could_not_be_started_are_tried_again(monkeypatch: pyte
     job = TwoRanks(Job.uniform(3, 2, 2), die, unstartable=2)
     job.run()
     assert len(job.made) == 1 and not job.spares.all()
+
+
+def test_where_none_could_be_started_whom_the_place_waited_for_comes() -> None:
+    """Once, and where that one ran before: not where none could be."""
+
+    def die(workers: dict[str, PretendedWorker]) -> None:
+        workers["W1_1"].die(1)
+        workers["W2_1"].die(0)
+        job.dies = whole
+
+    def whole(workers: dict[str, PretendedWorker]) -> None:
+        job.dies = whole
+        if len(workers) == 6:
+            job.launcher.stop(15)
+
+    faults = Faults(max_restarts=1, restart_delay=0.3)
+    job = TwoRanks(Job.uniform(3, 2, 2), die, unstartable=1, late=True, faults=faults)
+    job.run()
+    assert not job.made and job.started.count("W1_1") == 3 and job.started.count("W2_1") == 2
+    assert sorted(line["restart"]["worker"] for line in job.lines if "restart" in line) == ["W1_1", "W2_1"]
 
 
 def test_those_that_could_not_be_started_rest_until_something_ends_there() -> None:
