@@ -196,8 +196,8 @@ class WorkerProcess:
     process: that of rank 0. siblings: the processes of its ranks above 0, which live and die with it
     (agent.workers.worker). meeting: a folder where the ranks find each other at their start. slots: for each rank a
     number that no other process of this node had at its start, which also says which GPU it uses. made_of: the spare
-    ranks in whose place its own run. elsewhere: it is on another node. unknown: it is ended since the leader does not
-    know it: the one before was lost as it started it.
+    ranks in whose place its own run. elsewhere: it is on another node. unknown: it is ended since the leader never
+    knew of it: the one before was lost as it started it.
     member: it is in a generation. waits: it has asked for its place, and is in no generation yet. fenced: it counts as
     dead while its process may still run, and all that it says is void. asked: `end` has told it to end, which shows
     which of its ranks hang. since: the generation in which it came to its place; what it says of earlier ones concerns
@@ -467,8 +467,8 @@ class WorkerProcess:
 
     @property
     def spare_again(self) -> tuple[SpareRank, ...]:
-        """The spare ranks that an ended worker was made of, if nobody has come to know it: none was at fault. Its slots
-        are in their order."""
+        """The spare ranks that an ended worker was made of, if it is unknown: none was at fault. Its slots are in their
+        order."""
         if not self.unknown:
             return ()
         places = enumerate(zip(self.made_of, self.slots, strict=False))

@@ -419,7 +419,7 @@ class NodeServer:
         item = {"kind": "exited", "incarnation": incarnation, **about}
         self._said.setdefault(incarnation, deque()).append(item)
         self._tell(item)
-        if entry.unknown:
+        if entry.unknown or (entry.fenced and entry.asked):  # the leader does not hear of its end
             self._resumed()
 
     def _obey(self, frames: Frames, message: dict[str, Any]) -> None:
@@ -493,7 +493,7 @@ class NodeServer:
                     frames.post(item)
         for incarnation, entry in self._entries.items():
             if incarnation not in message["workers"]:
-                entry.fenced = entry.unknown = True
+                entry.fenced, entry.unknown = True, incarnation not in message["heard"]
                 entry.kill()
         for incarnation in set(message["workers"]) - self._entries.keys() - self._said.keys():
             frames.post({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
@@ -501,8 +501,8 @@ class NodeServer:
         self._resumed()
 
     def _resumed(self) -> None:
-        """Tells a new leader which ranks are spare here, as soon as the workers that it does not know have ended: the
-        spare ranks that these were made of are spare again."""
+        """Tells a new leader which ranks are spare here, as soon as the workers have ended of which it never knew: the
+        spare ranks that these were made of are spare again. A silent worker that it does not have may leave more."""
         if any(entry.unknown for entry in self._entries.values()):
             return
         spares = [] if self._pool is None else [list(spare.rank) for spare in self._pool.spares.on(self._pool.own_node)]
@@ -602,7 +602,7 @@ class Succession:
         known = {about["incarnation"] for about in document["workers"]}
         for incarnation, entry in self.entries.items():
             if incarnation not in known:
-                entry.unknown = True
+                entry.unknown = incarnation not in copy.heard
                 pool.fence(entry, "unknown to this launcher")
         for link in links.values():
             link.had(copy.term, copy.lines)

@@ -1133,7 +1133,8 @@ def test_what_a_worker_was_to_be_made_of_is_spare_where_the_lead_before_did_not_
         hub.close("")
 
 
-def test_spare_ranks_of_a_worker_that_a_new_lead_has_itself_and_does_not_know_are_spare_again() -> None:
+@pytest.mark.parametrize("heard", [False, True], ids=["begun just before", "fenced"])
+def test_spare_ranks_of_a_worker_that_a_new_lead_has_itself_and_does_not_know_are_spare_again(heard: bool) -> None:
     """The lead before was lost as it began it: one rank does not end, and nothing may run there."""
     run = spec_of(NamedWorkload("a:b")).run
     hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(1, lead=1, term=2, run="a run"))
@@ -1144,15 +1145,16 @@ def test_spare_ranks_of_a_worker_that_a_new_lead_has_itself_and_does_not_know_ar
     entry.made_of, entry.slots = zip(*came, strict=True)
     try:
         hub.take_over({}, frozenset())
-        copy = Copy("a run", 1, 1, 0, 0, {}, {}, 0, pack({"workers": []}), plan_of(run), {})
+        copy = Copy("a run", 1, 1, 0, 0, {}, {"begun": 0} if heard else {}, 0, pack({"workers": []}), plan_of(run), {})
         pool, _ = Succession(run, 2, hub, copy, Spool(), {"begun": entry}, {}, 0, SpareRanks()).take_over()
-        assert entry.fenced and not pool.spares.all() and pool.promises_spares(2), "as soon as it has ended"
+        assert entry.fenced and not pool.spares.all() and pool.promises_spares(2) != heard, "as soon as it has ended"
         for process in processes[:2]:
             process.ended(-9)
         until(lambda: entry.has_ended([processes[0].sentinel]), "its end", 10)
         pool.forget(entry)
         pool.spare(entry)
-        assert pool.spares.on(1) == tuple(SpareRank(*one) for one in came[:2]) and not pool.entries
+        assert pool.spares.on(1) == (() if heard else tuple(SpareRank(*one) for one in came[:2]))
+        assert not pool.entries
     finally:
         hub.close("")
         theirs.close()

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
-from openrecycle.agent.launcher.processes import SpareRank, WorkerProcess
+from openrecycle.agent.launcher.processes import RankOf, SpareRank, WorkerProcess
+from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN
@@ -173,10 +174,18 @@ def test_a_worker_that_the_lead_before_did_not_come_to_start_has_ended(first: Fi
         assert RemoteWorker(Worker(0, 0), "never started", process, ours, 0.0, node=link).ending == golden("not-found")
 
 
-def test_spare_ranks_of_a_worker_that_the_next_lead_does_not_know_are_spare_again(
-    first: FirstLead, next_lead: NodeHub
+@pytest.mark.parametrize(
+    ("heard", "silent", "spare"),
+    [
+        pytest.param((), False, [("dead", 0), ("dead", 1)], id="begun just before"),
+        pytest.param(("begun",), False, [], id="at fault"),
+        pytest.param(("begun",), True, [("begun", 1)], id="silent"),
+    ],
+)
+def test_what_is_spare_of_a_worker_that_the_next_lead_does_not_have(
+    heard: tuple[str, ...], silent: bool, spare: list[RankOf], first: FirstLead, next_lead: NodeHub
 ) -> None:
-    """The lead before was lost as it began it. They are told once it has ended."""
+    """The lead before was lost as it began it, or had it ended. Ranks are told of once they have ended."""
     ours, theirs = multiprocessing.Pipe()
     processes = [RemoteProcess(lambda: None) for _ in range(2)]
     came = [SpareRank(("dead", rank), 4 + rank) for rank in range(2)]
@@ -189,17 +198,21 @@ def test_spare_ranks_of_a_worker_that_the_next_lead_does_not_know_are_spare_agai
         assert first.frames is not None
         first.frames.send({"kind": "start", "spec": spec, "fill": [["dead", 0], ["dead", 1]]})
         until(lambda: pool.asked or node.ended, "it to be begun", 20)
+        if silent:
+            first.frames.send({"kind": "end", "incarnation": "begun"})
+            until(lambda: entry.asked, "it to be told", 20)
         next_lead.take_over({0: first.address}, frozenset({RANK}))
         first.close()
         link = next_lead.followers(20)[RANK]
-        link.post({"kind": "resume", "heard": {}, "workers": []})
+        link.post({"kind": "resume", "heard": dict.fromkeys(heard, 0), "workers": []})
         until(lambda: entry.fenced, "it to be ended", 20)
         time.sleep(0.2)
-        assert not link.resumed and not pool.spares.all(), "it still runs"
-        for process in processes:
-            process.ended(-9)
-        until(lambda: link.resumed, "its word", 20)
-        assert link.spares == [spare.rank for spare in came] and pool.spares.on(0) == tuple(came)
+        assert link.resumed == bool(heard) and not link.spares, "it still runs"
+        for process, code in zip(processes, (-9, channel.FENCED), strict=True):
+            process.ended(code)
+        until(lambda: not pool.entries, "its end", 20)
+        until(lambda: link.resumed and (link.spares == spare or node.ended), "its word", 20)
+        assert link.spares == spare
 
 
 def test_a_node_that_comes_too_late_to_follow_comes_back_as_a_new_one(first: FirstLead, next_lead: NodeHub) -> None:
