@@ -1,8 +1,9 @@
 """Tries the product on a GPU, in one command: `python -m tests.gpu`, for a machine with one GPU or more.
 
 Each check runs in a process of its own with a time limit, so that one that fails or hangs stops no other; only without
-torch, or a GPU that it can use, nothing else is tried. Then comes a table; the exit status is 1 if a check failed. Several workers share one GPU: over NCCL where it can do that (2.30 or
-later), else over gloo by way of the host's memory. `--device cpu` runs what needs no GPU.
+torch, or a GPU that it can use, nothing else is tried. Then comes a table; the exit status is 1 if a check failed.
+Several workers share one GPU: over NCCL where it can do that (2.30 or later), else over gloo by way of the host's
+memory. `--device cpu` runs what needs no GPU.
 
 Needed are torch, numpy, pydantic, requests and safetensors; no pytest, no console, no solver.
 """
@@ -149,8 +150,7 @@ def _run(name: str, options: argparse.Namespace, transport: str, out: Path, dead
     if status is None:
         return Result(name, "failed", note=f"not done within {limit:g} s", seconds=seconds)
     if not answer.exists():
-        log = _tail(out / f"{name}.log")
-        note = f"ended with exit status {status}: {log[log.rfind(chr(10)) + 1 :]}"
+        note = f"ended with exit status {status}: {_tail(out / f'{name}.log').rpartition(chr(10))[2]}"
         return Result(name, "failed", note=note[:NOTE_LETTERS], seconds=seconds)
     said = json.loads(answer.read_text())
     return Result(name, said["status"], said["figure"], said["note"][:NOTE_LETTERS], seconds)
