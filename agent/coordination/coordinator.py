@@ -119,7 +119,7 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         state=STARTING if state.current is None else REJOINING,
         incarnation=event.incarnation,
         retired=member.incarnations,
-        generation=0,
+        generation=STATELESS if member.closed else 0,
         acknowledged="",
         last_heard=now if event.reports else None,
         draining=False,

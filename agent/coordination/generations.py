@@ -159,7 +159,8 @@ def _let_go_since(state: State) -> tuple[LetGo, ...]:
 
 def _lost_since(state: State) -> tuple[str, ...]:
     """Returns the members of the generation in force whose process has died or was given up. Workers that have moved do
-    not count, nor those that only have to join again because the state of their whole stage is gone."""
+    not count, nor those that only have to join again because the state of their whole stage is gone, nor those that have
+    closed, though another process has come since."""
     current = state.current
     if current is None:
         return ()

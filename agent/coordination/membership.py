@@ -192,7 +192,8 @@ count either."""
 
 LEFT, STATELESS = -1, -2
 """Special values of `Member.generation`. LEFT: the process has left, as it was asked to, or with its work done.
-STATELESS: the process is there, and no longer has its stage's state."""
+STATELESS: the process is there without its stage's state, and nobody was lost by that: the state of the whole stage is
+gone, or the process has come after one that had closed."""
 
 # Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})

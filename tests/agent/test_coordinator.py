@@ -566,8 +566,14 @@ def test_another_process_may_take_the_place_of_one_that_has_left() -> None:
     assert run.send(first).refusal is None and run.member("W1_0").state is WorkerState.FINISHED, "it comes twice"
     run.back("W1_0")
     assert run.opened[-1].living == tuple(run.names) and run.opened[-1].joining == ("W1_0",)
+    assert not run.opened[-1].lost, "it had closed"
     run.resume()
     assert run.state.settled
+    run.close("W1_0")
+    run.plans = False
+    run.back("W1_0")
+    run.exit("W1_0")
+    assert run.state.pending and run.state.pending.lost == ("W1_0",), "who came in its place is lost"
 
 
 def test_no_link_is_to_blame_when_one_has_left_too_early() -> None:
