@@ -18,6 +18,7 @@ from openrecycle.agent.coordination.blame import Complaint, judge
 from openrecycle.agent.coordination.generations import (
     LINES_AT_ONCE,
     each_or_many,
+    late,
     lose,
     lost_stages,
     moves_of,
@@ -438,6 +439,8 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if done and _none_works(state):
         over = _end_job(state, Finished(JobState.FINISHED, NONE_WORKS))
         return replace(over, decisions=(*notes, *over.decisions))
+    if done and late(state):
+        return reconsider(state, "all others were silent with their work done", notes, now)
     if state.pending and state.pending.until is not None and now >= state.pending.until:
         return generations.overdue(state, notes)
     if nobody > failure_timeouts.lost and not state.pending and not state.halted:
@@ -474,8 +477,8 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> T
         text = f"{words.names(closed)} closed {whose} while others still exchanged data with {whom}"
         notes.append(Note("warning", "generation", text))
         return reconsider(state, text, notes, now, anew=True)
-    late = [name for name in living if not state.members[name].acknowledged]
-    decision = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=late)
+    slow = [name for name in living if not state.members[name].acknowledged]
+    decision = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=slow)
     state = replace(state, links=decision.links)
     if decision.halt:
         text = f"halted: {decision.halt}"
@@ -523,12 +526,12 @@ def all_exited(state: State, events: Iterable[Exited], now: float) -> tuple[Tran
 
 def _settled_without(before: State, state: State, reason: str, now: float) -> Transition:
     """Decides what follows when workers have left with their work done: nothing, unless a generation is about to open,
-    which must do without them, or workers that are back wait for them. With the last of an own loop's workers the job
-    ends: the one that should say so may not have reached the console."""
+    which must do without them, or workers that are back wait for them, or have come too late. With the last of an own
+    loop's workers the job ends: the one that should say so may not have reached the console."""
     left = any(m.closed and not before.members[name].closed for name, m in state.members.items())
     if left and _none_works(state):
         return _end_job(state, Finished(JobState.FINISHED, NONE_WORKS))
-    if left and (state.pending or (state.settled and returned(state) and not lost_stages(state))):
+    if left and (state.pending or late(state) or (state.settled and returned(state) and not lost_stages(state))):
         return reconsider(state, reason, [], now)
     return Transition(state, reason=reason)
 

@@ -109,6 +109,8 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in staffed]
         notes += [Note("warning", "recovery", text, worker) for worker, text in moved]
         reason = f"{reason}; stage {lost[0]} lost its weights: all go back to {state.back_to}"
+    elif lost and not anew and _ending(state, lost):
+        return Transition(replace(state, pending=None), tuple(notes), reason)
     elif lost:
         text = _halt_text(state, lost)
         if text != state.halted:
@@ -159,8 +161,8 @@ def _let_go_since(state: State) -> tuple[LetGo, ...]:
 
 def _lost_since(state: State) -> tuple[str, ...]:
     """Returns the members of the generation in force whose process has died or was given up. Workers that have moved do
-    not count, nor those that only have to join again because the state of their whole stage is gone, nor those that have
-    closed, though another process has come since."""
+    not count, nor those that only have to join again because the state of their whole stage is gone, nor those that
+    have closed, though another process has come since."""
     current = state.current
     if current is None:
         return ()
@@ -274,6 +276,23 @@ def lost_stages(state: State) -> list[int]:
     if not held and state.own_loop:
         held = {m.stage for m in _present(state)}
     return sorted(stages - held)
+
+
+def _ending(state: State, lost: Collection[int]) -> bool:
+    """Says whether an own loop is about to end: stages `lost` have no worker left, as theirs have done their work, and
+    others still do theirs. Nobody needs another generation. One that does says that its transfers broke."""
+    members = state.members.values()
+    done = {m.stage for m in members if m.state is FINISHED}
+    works = any(m.state in (RUNNING, SUSPECT) for m in members)
+    return state.own_loop and works and not state.halted and done.issuperset(lost)
+
+
+def late(state: State) -> frozenset[str]:
+    """Returns the workers of an own loop that have come back although all others have left, some with their work done.
+    They train only if others are started again, too."""
+    states = {m.state for m in state.members.values()}
+    over = state.own_loop and FINISHED in states and states.isdisjoint((STARTING, RUNNING, SUSPECT))
+    return frozenset(returned(state)) if over else frozenset()
 
 
 def may_pass(state: State) -> bool:

@@ -453,6 +453,15 @@ class State:
         """Whether all members of the current generation have committed an iteration in it, and no other one is due."""
         return self.current is not None and self.pending is None and not self.tally.unsettled
 
+    @property
+    def without(self) -> tuple[str, ...]:
+        """The workers that the current generation goes without: also those that have failed since, where an own loop is
+        about to end, and no other generation is to open."""
+        current = self.current
+        if current is None:
+            return ()
+        return current.failed + tuple(n for n in current.living if self.members[n].state is WorkerState.FAILED)
+
     def unsettled(self) -> list[Member]:
         """Returns the members of the current generation that have not resumed yet, in grid order."""
         return [self.members[name] for name in (self.current.living if self.current else ()) if self._waits(name)]
@@ -483,7 +492,8 @@ class State:
 
     def _waits(self, name: str) -> bool:
         member = self.members[name]
-        return member.acknowledged != "resumed" and member.state is not WorkerState.FINISHED
+        gone = (WorkerState.FINISHED, WorkerState.FAILED)  # who has failed stays in the last generation of an own loop
+        return member.acknowledged != "resumed" and member.state not in gone
 
     def with_member(self, member: Member) -> State:
         """Returns a state with this member in place of the one of the same name."""

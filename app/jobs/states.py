@@ -352,7 +352,7 @@ class WorkerStates:
             return Condition.SILENT
         if self.paused:
             return Condition.PAUSING if self.running_on else Condition.PAUSED
-        return Condition.DEGRADED if settled and current.failed else Condition(state.job_state.value)
+        return Condition.DEGRADED if settled and state.without else Condition(state.job_state.value)
 
     @property
     def waits_for_operator(self) -> bool:
@@ -597,7 +597,8 @@ def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
     state = worker_states.state
     assert state.current is not None
     closed = [name for name in state.current.living if state.members[name].closed]
-    waiting, living = state.unsettled(), len(state.current.living) - len(closed)
+    failed = [name for name in state.without if name in state.current.lives_in]
+    waiting, living = state.unsettled(), len(state.current.living) - len(closed) - len(failed)
     if waiting and state.moving and state.interim is not None:
         return f"Training with {living:,} of {len(state.members):,} workers; {_moving(state)}"
     if waiting:
@@ -635,16 +636,17 @@ def _moving(state: State) -> str:
 def _who_is_out(worker_states: WorkerStates) -> str:
     """Says which processes are gone, and which others took their places."""
     state, missing = worker_states.state, worker_states.missing
-    if state.current is None or not state.current.failed:
+    if state.current is None or not state.without:
         return ""
-    named = {p: lost_name(p, p.slot in state.current.lives_in) for p in missing}
+    named = {p: lost_name(p, p.slot in state.current.lives_in.difference(state.without)) for p in missing}
     failed, left = ([name for p, name in named.items() if p.ended == how] for how in ("failed", "drained"))
     standbys = [named[p] for p in missing if p.stands_by]
     drained = [name for name in left if name not in standbys]
     gone = [f"{names(failed, last=' and ')} failed"] if failed else []
     gone += [f"{names(drained, last=' and ')} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []
     gone += [f"{names(standbys, last=' and ')} stand{'s' if len(standbys) == 1 else ''} by"] if standbys else []
-    empty = state.current.failed
+    empty, back = state.without, [name for name in returned(state) if name in state.without]
+    gone += [f"{names(back, last=' and ')} {'is' if len(back) == 1 else 'are'} back"] if back else []
     gone += [done] if (done := _done([name for name in empty if state.members[name].closed])) else []
     text = "; ".join(gone) or f"{names(empty)} {'is' if len(empty) == 1 else 'are'} empty"
     moved = [f"{p.slot}'s process holds {p.role} now" for p in worker_states.moved if p.role in state.current.lives_in]

@@ -26,7 +26,7 @@ from openrecycle.agent.coordination.membership import (
     back_to,
 )
 from openrecycle.agent.messages.protocol import WorkerState
-from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow, sentence
+from openrecycle.app.jobs.states import Arrival, Condition, ProcessState, WorkerStates, follow, sentence
 
 FAILURE_TIMEOUTS = FailureTimeouts(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 
@@ -137,6 +137,9 @@ class Run:
             let_go = {worker for worker, _ in generation.let_go}
             out.append({name for name, process in held.items() if process not in there} - let_go)
         return out
+
+    def condition(self) -> Condition:
+        return WorkerStates(self.state, self.processes).condition
 
     def sentence(self) -> str:
         return sentence(WorkerStates(self.state, self.processes), self.now, FAILURE_TIMEOUTS)

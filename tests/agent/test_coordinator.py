@@ -32,6 +32,7 @@ from openrecycle.agent.coordination.membership import (
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.app.jobs.live_job import TICK_SECONDS, IncomingReport, job_columns, read_broken, run_together
+from openrecycle.app.jobs.states import Condition
 from tests.agent.coordinator_run import FAILURE_TIMEOUTS, Run, fingerprint
 from tests.conftest import refuses
 from tests.golden import golden
@@ -636,6 +637,47 @@ def test_an_own_loop_is_over_when_the_last_worker_has_left() -> None:
     some.back("W0_0")
     some.close("W1_1")
     assert some.state.over is None, "one has come back, with work to do"
+
+
+def test_an_own_loop_whose_workers_leave_while_a_plan_is_made_is_about_to_end() -> None:
+    """It was shown as halted until the last had left."""
+    run = Run(own_loop=True).start()
+    run.plans = False
+    run.exit("W1_1")
+    run.close("W0_0")
+    run.close("W0_1")
+    assert run.state.job_state is JobState.RUNNING and run.condition() is Condition.DEGRADED
+    assert run.sentence() == golden("training-two-have-finished-and-w1-1-failed")
+    run.send(PlanReady(("W0_0", "W0_1", "W1_1"), "too late", "made"))
+    assert len(run.opened) == 1 and not any(note.severity == "error" and note.kind == "job" for note in run.notes)
+    run.send(ConsoleRestarted())
+    assert run.state.job_state is JobState.RUNNING
+    needed = run.state
+    run.close("W1_0")
+    assert run.state.over is JobState.FINISHED
+    run.state = needed
+    run.send(TransferBroken("W1_0", "W1_0-1", "W0_0", 1))
+    run.wait(3, "W1_0")
+    assert run.state.job_state is JobState.HALTED, "W1_0 can't do its work, and nobody can help it"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_who_comes_back_while_an_own_loop_ends_halts_it_only_when_the_last_has_left(silent: bool) -> None:
+    run = Run(own_loop=True).start()
+    run.beat()
+    run.exit("W0_0")
+    run.resume()
+    run.close("W0_1")
+    run.close("W1_0")
+    run.back("W0_0")
+    assert run.state.job_state is JobState.RUNNING
+    assert run.sentence() == golden("training-two-have-finished-and-w0-0-is-back")
+    if silent:
+        run.beat("W1_1", draining=True)
+        run.wait(30, "W0_0")
+    else:
+        run.close("W1_1")
+    assert run.state.job_state is JobState.HALTED, "nobody is left with whom it could train"
 
 
 @pytest.mark.parametrize("silent_first", [True, False])
