@@ -24,6 +24,7 @@ from openrecycle.agent.coordination.generations import (
     moves_of,
     re_join,
     reconsider,
+    take_out,
 )
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
@@ -413,13 +414,14 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     # If no worker is heard, they are suspended together or cut off. To take them out would leave nobody to go on with.
     nobody = nobody_heard(state, now)
     together = nobody > failure_timeouts.suspect
+    too_late = _too_late(state)  # they can't go on by themselves
     for name, member in state.members.items():
         if member.last_heard is None or member.state in (FAILED, FINISHED):
             continue
         age = now - member.last_heard
         if age > failure_timeouts.dead and _is_done(state, member):
             members[name], done = replace(member, state=FINISHED), True
-        elif age > failure_timeouts.dead and not together:
+        elif age > failure_timeouts.dead and (not together or name in too_late):
             dead[name] = f"not heard for {age:.1f} s (dead at {failure_timeouts.dead:g} s)"
         elif age > failure_timeouts.suspect and member.state is RUNNING and not _is_done(state, member):
             members[name] = replace(member, state=SUSPECT)
@@ -435,7 +437,7 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     many = f"have not been heard for {shortest:.1f} s or longer {limit}: {words.names([*silent])}"
     notes += each_or_many("warning", "worker", lines, many)
     if dead:
-        return lose(state, dead, notes, now)
+        return _lose(state, dead, notes, now)
     if done and _none_works(state):
         over = _end_job(state, Finished(JobState.FINISHED, NONE_WORKS))
         return replace(over, decisions=(*notes, *over.decisions))
@@ -520,7 +522,7 @@ def all_exited(state: State, events: Iterable[Exited], now: float) -> tuple[Tran
         after = _end(after.state, event, now, dead)
         refused.append(after.refusal)
     if dead:
-        return lose(after.state, dead, [], now), refused
+        return _lose(after.state, dead, [], now), refused
     return _settled_without(state, after.state, after.reason, now), refused
 
 
@@ -534,6 +536,26 @@ def _settled_without(before: State, state: State, reason: str, now: float) -> Tr
     if left and (state.pending or late(state) or (state.settled and returned(state) and not lost_stages(state))):
         return reconsider(state, reason, [], now)
     return Transition(state, reason=reason)
+
+
+def _lose(state: State, dead: dict[str, str], notes: list[Decision], now: float) -> Transition:
+    """Takes out workers that have died. With the last that has come back too late an own loop ends, as it would have
+    without it."""
+    if not _too_late(state).issuperset(dead):
+        return lose(state, dead, notes, now)
+    state, reason = take_out(state, dead, notes)
+    if not _none_works(state):
+        return reconsider(state, reason, notes, now)
+    over = _end_job(state, Finished(JobState.FINISHED, NONE_WORKS))
+    return replace(over, decisions=(*notes, *over.decisions))
+
+
+def _too_late(state: State) -> frozenset[str]:
+    """Returns the workers that have come back to an own loop that is over for all others: all of the generation in
+    force have left with their work done."""
+    living = state.current.living if state.current else ()
+    done = state.own_loop and all(state.members[name].state is FINISHED for name in living)
+    return late(state) if done else frozenset()
 
 
 NONE_WORKS = "all workers have closed their reporters, or were silent with their work done"

@@ -67,6 +67,12 @@ LINES_AT_ONCE = 8
 
 def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float, *, anew: bool = False) -> Transition:
     """Takes workers out of the job. causes: for each, why, as in `its process ended`. anew: as in `reconsider`."""
+    state, reason = take_out(state, causes, notes)
+    return reconsider(state, reason, notes, now, anew=anew)
+
+
+def take_out(state: State, causes: dict[str, str], notes: list[Decision]) -> tuple[State, str]:
+    """Returns the state without these workers, before it is decided what follows, and the reason."""
     members = dict(state.members)
     for name, cause in causes.items():
         members[name] = replace(members[name], state=FAILED, acknowledged="", detail=cause)
@@ -76,7 +82,7 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float
     lines = {name: f"{name} failed: {cause}" for name, cause in causes.items()}
     many = f"failed: {names([*causes])}: {next(iter(causes.values()), '')}"  # nearly always the same for all
     notes += each_or_many("error", "failure", lines, many)
-    return reconsider(replace(state, members=members), reason, notes, now, anew=anew)
+    return replace(state, members=members), reason
 
 
 def each_or_many(
@@ -290,9 +296,9 @@ def _ending(state: State, lost: Collection[int]) -> bool:
 def late(state: State) -> frozenset[str]:
     """Returns the workers of an own loop that have come back although all others have left, some with their work done.
     They train only if others are started again, too."""
-    states = {m.state for m in state.members.values()}
-    over = state.own_loop and FINISHED in states and states.isdisjoint((STARTING, RUNNING, SUSPECT))
-    return frozenset(returned(state)) if over else frozenset()
+    states = {m.state for m in state.members.values()} if state.own_loop else set()
+    alone = FINISHED in states and states.isdisjoint((STARTING, RUNNING, SUSPECT))
+    return frozenset(returned(state)) if alone else frozenset()
 
 
 def may_pass(state: State) -> bool:

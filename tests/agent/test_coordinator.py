@@ -680,6 +680,40 @@ def test_who_comes_back_while_an_own_loop_ends_halts_it_only_when_the_last_has_l
     assert run.state.job_state is JobState.HALTED, "nobody is left with whom it could train"
 
 
+@pytest.mark.parametrize("silent", [True, False])
+def test_an_own_loop_is_over_when_one_dies_that_has_come_back_too_late(silent: bool) -> None:
+    """It was called halted for good."""
+    run = Run(own_loop=True).start()
+    run.exit("W0_0")
+    run.resume()
+    run.close("W0_1")
+    run.close("W1_0")
+    run.back("W0_0")
+    run.beat("W0_0")
+    run.close("W1_1")
+    assert run.state.job_state is JobState.HALTED
+    if silent:
+        run.wait(30)
+    else:
+        run.exit("W0_0")
+    assert run.state.over is JobState.FINISHED and run.member("W0_0").state is WorkerState.FAILED
+
+
+def test_an_own_loop_halts_when_one_dies_that_has_not_done_its_work() -> None:
+    """All may be started again, as torchrun does."""
+    run = Run(own_loop=True).start()
+    for name in ("W0_0", "W0_1", "W1_0"):
+        run.close(name)
+    run.exit("W1_1")
+    assert run.state.job_state is JobState.HALTED
+    run.back("W1_1")
+    run.exit("W1_1")
+    assert run.state.job_state is JobState.HALTED
+    run.back("W0_0")
+    run.back("W0_1")
+    assert run.opened[-1].joining == ("W0_0", "W0_1")
+
+
 @pytest.mark.parametrize("silent_first", [True, False])
 def test_an_own_loop_is_over_too_when_one_falls_silent_with_its_work_done(silent_first: bool) -> None:
     """It could not reach the console as it left: the job was shown as training with one worker for ever."""
