@@ -378,8 +378,7 @@ class Reporter:
 
         The worker whose losses are shown tells the console that the job is done. If a death kept it from its last step,
         it waits to hear that: so one that has run the plan, and has taken that step, tells the console in its place.
-        The others tell it that they have finished; but of one that has run the plan only in part it hears nothing more,
-        and judges the silence."""
+        The others tell it that they have finished."""
         if self._closing.is_set():
             return
         self._status.phase = "draining" if done else self._status.phase
@@ -398,8 +397,7 @@ class Reporter:
 
     def _last_report(self, done: bool, deadline: float) -> FailureReport | None:
         """Tells the console that the job is done where this worker has to. Returns what is to be said of this worker's
-        end. None: nothing. Then the job is over; or the console must not take the worker out for good, since the first
-        plan is still to come, or all may have stopped before the last iteration and the one that tells it is late."""
+        end. None: nothing. Then the job is over, or the first plan is still to come."""
         cause: Literal["exit", "closed"] = "closed" if done else "exit"
         if done and self._deployment is None:
             return None
@@ -407,7 +405,7 @@ class Reporter:
             told = self._finish()
         else:
             runs = done and self._ran_plan()
-            told = runs and (self._is_finished_by(deadline) or not self._has_last_step() or self._finish())
+            told = runs and (self._is_finished_by(deadline) or (self._has_last_step() and self._finish()))
         if told:
             return None
         detail = "closed its reporter" + ("" if done else " before its work was done")

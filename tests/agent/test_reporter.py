@@ -317,6 +317,31 @@ def test_the_console_hears_at_once_that_a_loop_has_ended(tmp_path: Path, done: b
 
 
 @pytest.mark.processes
+def test_the_console_hears_that_a_loop_has_ended_which_has_run_a_plan_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was judged by its silence, which here is none for an hour; until then generations were opened with it."""
+
+    class Begun(own_loop.OwnLoop):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.generation = 1
+
+    monkeypatch.setattr(own_loop, "OwnLoop", Begun)
+    monkeypatch.setattr(reporter_module, "CLOSE_SECONDS", 0.5)
+    with console(tmp_path, "--suspect", "3000", "--dead", "3600") as server:
+        first, last = (lonely(server, worker=w, job=Job.uniform(2, 1, 2)) for w in PAIR)
+        first.membership()
+        last.membership().sums(None)
+        job_id = server.job_id()
+        last.close()
+        until(lambda: server.read(f"/jobs/{job_id}/workers")["workers"][1]["state"] == "finished", "the end of W1_0")
+        assert server.read(f"/jobs/{job_id}")["state"] == "starting"
+        first.close()
+        assert server.read(f"/jobs/{job_id}")["state"] == "finished"
+
+
+@pytest.mark.processes
 def test_the_last_step_may_be_taken_alone_however_the_end_comes_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
