@@ -287,7 +287,12 @@ def micro_batch_memory(
             layer, _, name = str(sparse).partition(".")
             got, kind = f"sparse gradients of {name} of {kind_of(workload)} {layer}", f"{kind_of(workload)}s"
             raise InputError(kind, got, "dense ones (sparse=False): gradients are summed as dense tensors") from None
-        except Exception:
+        except Exception as wrong:
+            # Tensors without data accept any types, so the next way would not find this.
+            where, text = next(iter(getattr(wrong, "__notes__", ())), ""), in_a_line(wrong)
+            if as_workers and way is _real and " from " in where and re.search(_OF_TYPES, text):
+                expected = "layers that each return tensors of a type that the next one goes with"
+                raise InputError(f"{kind_of(workload)}s", f"{text[:200]} ({where})", expected) from None
             continue
         else:
             error = None

@@ -274,9 +274,19 @@ class LayerStack(nn.Module):
             try:
                 x = self.form.call(number, layer, x)
             except Exception as error:
-                error.add_note(f"layer {number}")
+                error.add_note(f"layer {number}" + (_of_other_types(layer, number, x) if number else ""))
                 raise
         return x
+
+
+def _of_other_types(layer: nn.Module, number: int, x: tuple[Any, ...]) -> str:
+    """Says what a layer has got from the one before, if that has a type that none of its parameters has, such as
+    float64 where they are float32; else ""."""
+    given = [t for t in x if isinstance(t, Tensor)]
+    own = {p.dtype for p in layer.parameters() if p.is_floating_point()}
+    if not own or {t.dtype for t in given if t.is_floating_point()} <= own:
+        return ""
+    return f", which got {', '.join(str(TensorSpec.of(t)) for t in given)} from layer {number - 1}"
 
 
 class BackwardSeed(NamedTuple):

@@ -143,6 +143,10 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             if (data := partial(wrong_jobs.of_type, dtype))
         ),
         (
+            {"stages": [wrong_jobs.ToDoubles(W, W), nn.Linear(W, W)]},
+            ["model.stages: got 'RuntimeError: ", golden("layer-1-which-got", f"float64[4, {W}]")],
+        ),
+        (
             {"data": wrong_jobs.classes, "loss": nn.functional.cross_entropy},
             ["model.loss: got 'IndexError: ", "float32[4, 6]; targets int64[4]"],
         ),
@@ -397,7 +401,7 @@ def test_an_error_in_a_layer_names_it() -> None:
     given = CallableWorkload(model, *[None] * 3, 0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError) as caught:
         build_layers(given, range(2), 2, 0)(torch.randn(4, W), seed=0)
-    assert caught.value.__notes__ == ["layer 1"]
+    assert caught.value.__notes__ == [golden("layer-1-which-got", f"float32[4, {W}]")]
 
 
 def test_what_is_tried_leaves_the_caller_s_random_numbers_alone() -> None:

@@ -115,6 +115,11 @@ def in_doubles(stage: int, stages: int) -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
+class ToDoubles(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).double()
+
+
 def lazy(stage: int, stages: int) -> nn.Module:
     return nn.LazyLinear(WIDTH) if stage else nn.Linear(WIDTH, WIDTH)
 
