@@ -8,10 +8,14 @@ activations take: a batch of many rows, all micro-batches of an iteration in fli
 what a worker takes at the most while it resumes from a checkpoint, before its first iteration.
 
 Behind each: what is said of it before a job starts (agent.jobs.preflight).
+
+    python -m tests.benchmarks.bench_memory                        # all rows
+    python -m tests.benchmarks.bench_memory --only "over 8"        # those with this in their name
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import multiprocessing
@@ -20,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -188,6 +193,7 @@ def _as_a_worker(
     optimizer = StageOptimizer(model, made, sums, clips=clips, pipelines=peers if peers > 1 else None)
     if (shards := optimizer.shards) is not None and store is not None:
         living = [Worker(p, 0) for p in range(peers)]
+        _meet(me, living, store)
         groups = Communicator().form(1, me, living, store)
         held = dict.fromkeys(living, shards.shards_held)
         sharded = ShardedStage(
@@ -234,6 +240,14 @@ class _Chain:
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return output.square().mean()
+
+
+def _meet(me: Worker, living: Sequence[Worker], store: tuple[str, int]) -> None:
+    """Waits until all have built their models: eight processes that import torch on two busy cores are further apart
+    than a worker waits for its peers."""
+    there = dist.TCPStore(*store, is_master=False, timeout=timedelta(minutes=5))
+    there.set(f"there/{me}", "")
+    there.wait([f"there/{worker}" for worker in living])
 
 
 def _said(mode: Mode, clips: bool, layers: int, peers: int) -> int:
@@ -295,14 +309,21 @@ def _resumed(layers: int) -> tuple[int, int]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="the rows with this in their name")
+    only = parser.parse_args().only
     print(describe())
     for name, (mode, clips, peers) in ROWS.items():
+        if only not in name:
+            continue
         (few, small), (many, large) = (_measured(mode, clips, layers, peers) for layers in (SMALL, LAYERS))
         text = f"{name}: {(large - small) / (many - few):.1f} bytes a parameter ({many / 1e6:.0f} M parameters)"
         if mode is not None:
             said = _said(mode, clips, LAYERS, peers) - _said(mode, clips, SMALL, peers)
             text += f"; said {said / (many - few):.1f}"
         print(text, flush=True)
+    if only:
+        return
     (_, without), (_, with_them) = (_measured("deterministic", False, SHALLOW, 1, rows) for rows in (FEW, MANY))
     said = _said_of_activations(MANY) - _said_of_activations(FEW)
     print(
