@@ -894,7 +894,9 @@ class SpreadPool(ProcessPool):
         spares: Spares | None = None,
         node: int | None = None,
     ) -> WorkerProcess:
-        self._look_for_spares()
+        if spares is None:
+            # Those that were taken already are in no worker yet: what a node tells now would have them spare again.
+            self._look_for_spares()
         links = dict(self._hub.links)
         own = self.own_node
         if spares is not None:

@@ -493,7 +493,8 @@ class NodeServer:
                     frames.post(item)
         for incarnation, entry in self._entries.items():
             if incarnation not in message["workers"]:
-                entry.fenced, entry.unknown = True, incarnation not in message["heard"]
+                entry.unknown = entry.unknown or never_known(entry, incarnation, message["heard"])
+                entry.fenced = True
                 entry.kill()
         for incarnation in set(message["workers"]) - self._entries.keys() - self._said.keys():
             frames.post({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
@@ -556,6 +557,12 @@ class _Bye(Exception):
 # How a node goes on as the leader: it makes a launcher's pool from its copy, its workers, and what they have said
 # since.
 
+def never_known(entry: WorkerProcess, incarnation: str, heard: Collection[str]) -> bool:
+    """Says whether no leader has come to know of a worker that a new leader does not have. heard: of the new leader's
+    copy. That a leader before the last one had given the worker up is in no copy: only the node knows it."""
+    return not (entry.fenced or entry.asked or incarnation in heard)
+
+
 FOLLOW_SECONDS = 5.0
 """How long the new leader waits for the nodes that live, and for what their workers have said."""
 
@@ -602,7 +609,7 @@ class Succession:
         known = {about["incarnation"] for about in document["workers"]}
         for incarnation, entry in self.entries.items():
             if incarnation not in known:
-                entry.unknown = incarnation not in copy.heard
+                entry.unknown = entry.unknown or never_known(entry, incarnation, copy.heard)
                 pool.fence(entry, "unknown to this launcher")
         for link in links.values():
             link.had(copy.term, copy.lines)

@@ -1108,6 +1108,22 @@ def test_a_new_lead_learns_from_each_node_which_ranks_are_spare_there() -> None:
         hub.close("")
 
 
+def test_what_a_node_tells_as_a_worker_begins_does_not_make_its_ranks_spare_again(hub: NodeHub) -> None:
+    """A silent worker of before has ended, so the node tells all that is spare: those that were just taken, too."""
+    frames = fake_node((hub.host, hub.port))
+    hub.wait_for_all(5)
+    pool, spec, link = SpreadPool([], hub, {}), spec_of(NamedWorkload("a:b")), hub.links[1]
+    came = [SpareRank(("dead", rank), -1) for rank in range(spec.ranks)]
+    pool.spares.add(1, came)
+    spares = pool.take_spares(spec.ranks)
+    frames.send({"kind": "resumed", "spares": [spare.rank for spare in came] + [("silent", 0)]})
+    until(lambda: link.resumed, "its word", 10)
+    entry = pool.start(Worker(1, 2), lambda _: spec, 0.0, spares)
+    assert entry.made_of == tuple(spare.rank for spare in came)
+    assert pool.take_spares(1) == Spares(1, (SpareRank(("silent", 0), -1),)) and not pool.spares.all()
+    frames.close()
+
+
 def test_what_a_worker_was_to_be_made_of_is_spare_where_the_lead_before_did_not_begin_it() -> None:
     """Its copy says that it has."""
     hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(0, lead=0, term=2, run="a run"))
@@ -1133,8 +1149,14 @@ def test_what_a_worker_was_to_be_made_of_is_spare_where_the_lead_before_did_not_
         hub.close("")
 
 
-@pytest.mark.parametrize("heard", [False, True], ids=["begun just before", "fenced"])
-def test_spare_ranks_of_a_worker_that_a_new_lead_has_itself_and_does_not_know_are_spare_again(heard: bool) -> None:
+@pytest.mark.parametrize(
+    ("heard", "fenced"),
+    [(False, False), (True, False), (False, True)],
+    ids=["begun just before", "fenced", "fenced, two leads ago"],
+)
+def test_spare_ranks_of_a_worker_that_a_new_lead_has_itself_and_does_not_know_are_spare_again(
+    heard: bool, fenced: bool
+) -> None:
     """The lead before was lost as it began it: one rank does not end, and nothing may run there."""
     run = spec_of(NamedWorkload("a:b")).run
     hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(1, lead=1, term=2, run="a run"))
@@ -1143,17 +1165,18 @@ def test_spare_ranks_of_a_worker_that_a_new_lead_has_itself_and_does_not_know_ar
     came = tuple((("dead", rank), 4 + rank) for rank in range(3))
     entry = WorkerProcess(Worker(0, 0), "begun", processes[0], ours, 0.0, siblings=tuple(processes[1:]))
     entry.made_of, entry.slots = zip(*came, strict=True)
+    entry.fenced, known = fenced, heard or fenced
     try:
         hub.take_over({}, frozenset())
         copy = Copy("a run", 1, 1, 0, 0, {}, {"begun": 0} if heard else {}, 0, pack({"workers": []}), plan_of(run), {})
         pool, _ = Succession(run, 2, hub, copy, Spool(), {"begun": entry}, {}, 0, SpareRanks()).take_over()
-        assert entry.fenced and not pool.spares.all() and pool.promises_spares(2) != heard, "as soon as it has ended"
+        assert entry.fenced and not pool.spares.all() and pool.promises_spares(2) != known, "as soon as it has ended"
         for process in processes[:2]:
             process.ended(-9)
         until(lambda: entry.has_ended([processes[0].sentinel]), "its end", 10)
         pool.forget(entry)
         pool.spare(entry)
-        assert pool.spares.on(1) == (() if heard else tuple(SpareRank(*one) for one in came[:2]))
+        assert pool.spares.on(1) == (() if known else tuple(SpareRank(*one) for one in came[:2]))
         assert not pool.entries
     finally:
         hub.close("")
