@@ -790,7 +790,13 @@ class Launcher:
 
     @property
     def _awaited(self) -> tuple[restarts.DueRestart, ...]:
-        return restarts.needed(self._restarts, self._lacking) if self._ends else self._restarts.waiting
+        waiting = self._restarts.waiting
+        return restarts.needed(self._restarts, self._lacking, self._is_empty) if self._ends else waiting
+
+    def _is_empty(self, worker: str) -> bool | None:
+        """Says whether a place is empty; None: the process there has said nothing yet."""
+        entry = self._pool.running.get(Worker.parse(worker))
+        return True if entry is None else False if entry.spoke else None
 
     @property
     def _lacking(self) -> int:
@@ -805,9 +811,9 @@ class Launcher:
         Returns whether that was reported."""
         asked = self._ends and not self._lacking
         asked = asked or (self._deployed is not None and worker in self._deployed.deployment.leaving)
-        there, committed = self._pool.has_node(node), self._record.committed
-        gone = restarts.Gone(worker, incarnation, node, there, committed, asked, spoke)
-        self._restarts, found = restarts.ended(self._restarts, gone, self._restart_policy, time.monotonic())
+        gone = restarts.Gone(worker, incarnation, node, self._record.committed, asked, spoke)
+        now, there = time.monotonic(), self._pool.has_node
+        self._restarts, found = restarts.ended(self._restarts, gone, self._restart_policy, now, there)
         if found is not None:
             self._say_restart(worker, incarnation, found, why)
         return found is not None
@@ -826,13 +832,8 @@ class Launcher:
         """Starts the workers whose restart is due."""
         if not self._awaited:
             return
-
-        def empty(worker: str) -> bool | None:
-            entry = self._pool.running.get(Worker.parse(worker))
-            return True if entry is None else False if entry.spoke else None
-
         now, policy = time.monotonic(), self._restart_policy
-        found = restarts.due(self._restarts, now, self._pool.has_node, empty)
+        found = restarts.due(self._restarts, now, self._pool.has_node, self._is_empty)
         self._restarts = found.restarts
         for one in found.held:
             self._say_restart(one.worker, one.incarnation, restarts.told(one, policy, now), "is gone")

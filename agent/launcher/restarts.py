@@ -14,7 +14,8 @@ hear of their end.
 - No process is started for one that was asked to leave, nor where the place is filled by now. If a worker has moved in
   there, the place that it has left is filled instead.
 - A process that has been started at a place, and has said nothing yet, may never run: its node may not be able to
-  start it. Until it has said something, a restart that waits for that place goes on waiting, and is not replaced.
+  start it. Until it has said something, a restart that waits for that place goes on waiting, and is not replaced,
+  unless its own node is gone, and the one of that process is not.
 - In a job that was asked to end, only so many are started as it needs to come to its end: one for each stage.
 """
 
@@ -43,14 +44,12 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Gone:
-    """A process that has ended, or was fenced. worker: its place. there: its node is there. committed: iterations of
-    the job so far. asked: it was to leave, or the job is to end and does not need it for that. spoke: it has said
+    """A process that has ended, or was fenced. worker: its place. committed: iterations of the job so far. asked: it was to leave, or the job is to end and does not need it for that. spoke: it has said
     something."""
 
     worker: str
     incarnation: str
     node: int
-    there: bool
     committed: int
     asked: bool = False
     spoke: bool = True
@@ -111,18 +110,22 @@ class Due:
     held: tuple[DueRestart, ...] = ()
 
 
-def ended(restarts: Restarts, gone: Gone, policy: RestartPolicy, now: float) -> tuple[Restarts, Restart | None]:
-    """Decides what to do about a process that is gone. Returns the new state, and what is done; None: nothing."""
+def ended(
+    restarts: Restarts, gone: Gone, policy: RestartPolicy, now: float, there: Callable[[int], bool]
+) -> tuple[Restarts, Restart | None]:
+    """Decides what to do about a process that is gone. there: says whether a node is there. Returns the new state, and
+    what is done; None: nothing."""
     before = restarts.successors.get(gone.incarnation)
     successors = {i: s for i, s in restarts.successors.items() if i != gone.incarnation}
-    if not gone.spoke and any(one.worker == gone.worker for one in restarts.waiting):
+    here = (one for one in restarts.waiting if one.worker == gone.worker)
+    if not gone.spoke and any(there(one.node) or not there(gone.node) for one in here):
         return replace(restarts, successors=successors), None
     # A restart that waits for that place is dropped: another process had been started there.
     known = Restarts(tuple(one for one in restarts.waiting if one.worker != gone.worker), successors)
     if gone.asked or not policy.most:
         return known, None
     tries = 0 if before is None or before.recovered(now, gone.committed) else before.number
-    waiting = DueRestart(gone.worker, tries + 1, now, gone.node, gone.incarnation, gone.committed, not gone.there)
+    waiting = DueRestart(gone.worker, tries + 1, now, gone.node, gone.incarnation, gone.committed, not there(gone.node))
     return _again(known, waiting, policy, now)
 
 
@@ -130,12 +133,14 @@ def moved(restarts: Restarts, moves: Mapping[str, str]) -> Restarts:
     """Returns the state after processes have moved: what waits for a place that was taken now waits for the one that is
     empty instead. moves: by the place that a process has from now on, where it was."""
 
-    def empty(place: str) -> str:
-        for _ in moves:  # one that was left may have been taken, too
-            place = moves.get(place, place)
-        return place
+    def empty(taken: str) -> str:
+        place = taken
+        while (source := moves.get(place, taken)) != taken:  # one that was left may have been taken, too
+            place = source
+        return place  # in a circle, that of the process that made room, and may never run
 
-    return replace(restarts, waiting=tuple(replace(one, worker=empty(one.worker)) for one in restarts.waiting))
+    waiting = {(place := empty(one.worker)): replace(one, worker=place) for one in reversed(restarts.waiting)}
+    return replace(restarts, waiting=tuple(reversed(waiting.values())))
 
 
 def without(restarts: Restarts, places: Collection[str]) -> Restarts:
@@ -143,10 +148,11 @@ def without(restarts: Restarts, places: Collection[str]) -> Restarts:
     return replace(restarts, waiting=tuple(one for one in restarts.waiting if one.worker not in places))
 
 
-def needed(restarts: Restarts, lacking: int) -> tuple[DueRestart, ...]:
+def needed(restarts: Restarts, lacking: int, empty: Callable[[str], bool | None]) -> tuple[DueRestart, ...]:
     """Returns which processes are started in a job that was asked to end: those that are due first. lacking: how many
-    workers the job still needs for that."""
-    return tuple(sorted(restarts.waiting, key=lambda one: (one.held, one.due))[:lacking])
+    workers the job still needs for that, beside those that have been started. empty: as for `due`."""
+    waiting = (one for one in restarts.waiting if empty(one.worker))
+    return tuple(sorted(waiting, key=lambda one: (one.held, one.due))[:lacking])
 
 
 def not_started(restarts: Restarts, waiting: DueRestart, policy: RestartPolicy, now: float) -> tuple[Restarts, Restart]:

@@ -45,8 +45,8 @@ class Job:
         incarnation = self.running.pop(worker)
         spoke = worker not in self.unheard
         self.unheard.discard(worker)
-        gone = Gone(worker, incarnation, node, node in self.nodes, self.committed, asked, spoke)
-        self.state, said = restarts.ended(self.state, gone, self.policy, self.now)
+        gone = Gone(worker, incarnation, node, self.committed, asked, spoke)
+        self.state, said = restarts.ended(self.state, gone, self.policy, self.now, self.nodes.__contains__)
         return said
 
     def starts(self, worker: str) -> str:
@@ -55,8 +55,14 @@ class Job:
         return incarnation
 
     def moves(self, source: str, to: str) -> None:
-        self.running[to] = self.running.pop(source)
-        self.state = restarts.moved(self.state, {to: source})
+        """Whoever is in the way, and has said nothing yet, makes room."""
+        came = {to: source}
+        running = {to: self.running.pop(source)}
+        if to in self.running:
+            running[source], came[source] = self.running.pop(to), to
+            self.unheard.remove(to), self.unheard.add(source)
+        self.running |= running
+        self.state = restarts.moved(self.state, came)
 
     def empty(self, worker: str) -> bool | None:
         return None if worker in self.unheard else worker not in self.running
@@ -163,6 +169,44 @@ def test_a_place_that_nobody_comes_to_fill_is_left_to_whom_it_waited_for(early: 
     assert job.goes_on(1) == [] and not job.state.waiting, "it has come"
 
 
+def test_who_waits_for_a_place_goes_on_waiting_for_who_makes_room_there() -> None:
+    """A worker of spare ranks was begun where a whole stage had ended, and one of another stage is moved there."""
+    job = Job()
+    job.ends("W1_0", node=1)
+    job.starts("W1_0"), job.unheard.add("W1_0")
+    job.moves("W0_0", "W1_0")
+    assert job.goes_on(10) == [] and job.running["W1_0"] == "W0_0.0"
+    assert job.ends("W0_0", node=0) is None
+    assert job.goes_on(0) == ["W0_0"] and job.tries == [1]
+    job.ends("W0_0"), job.starts("W0_0"), job.unheard.add("W0_0")
+    came = {"W1_0": "W0_1", "W0_1": "W0_0", "W0_0": "W1_0"}
+    assert [one.worker for one in restarts.moved(job.state, came).waiting] == ["W0_1"]
+
+
+def test_one_that_is_moved_as_it_comes_leaves_one_place_for_those_who_wait() -> None:
+    """One waits for the place that it leaves, and one for that which it takes."""
+    job = Job()
+    job.ends("W1_0"), job.ends("W0_0")
+    job.starts("W1_0"), job.unheard.add("W1_0")
+    job.unheard.clear()
+    job.moves("W1_0", "W0_0")
+    assert job.goes_on(10) == ["W1_0"] and not job.state.waiting
+
+
+def test_where_the_awaited_ones_node_is_gone_its_place_is_filled_on_that_of_the_newest() -> None:
+    """That has only died before it said something, and the other node may never be back."""
+    job = Job()
+    job.ends("W1_0", node=1)
+    job.starts("W1_0"), job.unheard.add("W1_0")
+    job.nodes.discard(1)
+    said = job.ends("W1_0", node=0)
+    assert said is not None and said.node is None and job.goes_on(10) == ["W1_0"]
+    job.ends("W1_0", node=1)
+    job.starts("W1_0"), job.unheard.add("W1_0")
+    job.nodes.clear()
+    assert job.ends("W1_0", node=0) is None, "that one's node is gone, too"
+
+
 def test_one_that_was_asked_to_leave_is_not_started() -> None:
     job = Job()
     assert job.ends("W1_0", asked=True) is None and job.goes_on(1e6) == []
@@ -229,10 +273,12 @@ def test_a_job_that_was_asked_to_end_has_started_whom_it_can_not_do_without() ->
     job.ends("W0_0")
 
     def needed(lacking: int) -> list[str]:
-        return [one.worker for one in restarts.needed(job.state, lacking)]
+        return [one.worker for one in restarts.needed(job.state, lacking, job.empty)]
 
     assert needed(0) == [] and needed(1) == ["W1_0"] and needed(2) == ["W1_0", "W0_0"]
     assert needed(3) == needed(9) == ["W1_0", "W0_0", "W2_0"]
+    job.starts("W1_0"), job.unheard.add("W1_0")
+    assert needed(1) == ["W0_0"], "whether one comes there may be known only after minutes"
 
 
 def test_workers_of_a_lost_node_wait_for_it_and_that_is_no_try() -> None:
