@@ -44,7 +44,8 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Gone:
-    """A process that has ended, or was fenced. worker: its place. committed: iterations of the job so far. asked: it was to leave, or the job is to end and does not need it for that. spoke: it has said
+    """A process that has ended, or was fenced. worker: its place. committed: iterations of the job so far. asked:
+    it was to leave, or the job is to end and does not need it for that. spoke: it has said
     something."""
 
     worker: str

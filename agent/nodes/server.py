@@ -557,6 +557,7 @@ class _Bye(Exception):
 # How a node goes on as the leader: it makes a launcher's pool from its copy, its workers, and what they have said
 # since.
 
+
 def never_known(entry: WorkerProcess, incarnation: str, heard: Collection[str]) -> bool:
     """Says whether no leader has come to know of a worker that a new leader does not have. heard: of the new leader's
     copy. That a leader before the last one had given the worker up is in no copy: only the node knows it."""
