@@ -368,9 +368,11 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
     lines = {name: f"{name} is heard again" for name in again}
     notes += each_or_many("info", "worker", lines, f"are heard again: {words.names(again)}")
     after = state.with_heard(members) if counted else replace(state, members=members)
-    if not counted and after.halted and not lost_stages(after):
-        # The job may have halted because workers that are still there were taken for finished. It goes on once every
-        # stage has a worker.
+    waits = after.halted or after.pending or (after.current and after.without != after.current.failed)
+    if not counted and waits and not lost_stages(after):
+        # Workers that are still there were taken for finished. So the job may have halted, or an own loop may have gone
+        # on without those that failed, or a generation may be about to open without them. It goes on once every stage
+        # has a worker.
         return reconsider(after, "workers that had nothing left to do are heard again", notes, now)
     return Transition(after, tuple(notes), "heartbeats", passing)
 
@@ -479,6 +481,8 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> T
         text = f"{words.names(closed)} closed {whose} while others still exchanged data with {whom}"
         notes.append(Note("warning", "generation", text))
         return reconsider(state, text, notes, now, anew=True)
+    if lost_stages(state):  # an own loop was about to end without those that failed, and it is no link's fault
+        return reconsider(state, "a worker needs others that are gone", notes, now, anew=True)
     slow = [name for name in living if not state.members[name].acknowledged]
     decision = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=slow)
     state = replace(state, links=decision.links)
@@ -611,7 +615,9 @@ def _transfer_broken(state: State, event: TransferBroken, now: float, failure_ti
     if fenced := _fence(state, reporter, event.incarnation):
         return fenced
     old = event.generation != state.generation if event.generation else reporter.acknowledged == ""
-    if state.over or state.current is None or state.pending or old:
+    # Each worker complains once, and the generation that would help it may be given up where an own loop ends.
+    helped = state.pending and not state.own_loop
+    if state.over or state.current is None or helped or old:
         return Transition(state, reason="that connection belongs to a generation that is over or about to end")
     if state.halted and not state.unheard:  # no link is to blame for what broke with the workers that are gone
         return Transition(state, reason="the job is halted, and its workers connect anew when it goes on")

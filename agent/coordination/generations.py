@@ -286,9 +286,10 @@ def lost_stages(state: State) -> list[int]:
 
 def _ending(state: State, lost: Collection[int]) -> bool:
     """Says whether an own loop is about to end: stages `lost` have no worker left, as theirs have done their work, and
-    others still do theirs. Nobody needs another generation. One that does says that its transfers broke."""
-    members = state.members.values()
-    done = {m.stage for m in members if m.state is FINISHED}
+    others still do theirs. Nobody needs another generation. One that does says that its transfers broke. Who had left
+    before the generation in force does not count: the others have trained on since, with those that are lost now."""
+    members, living = state.members.values(), state.current.lives_in if state.current else frozenset[str]()
+    done = {m.stage for m in members if m.state is FINISHED and m.name in living}
     works = any(m.state in (RUNNING, SUSPECT) for m in members)
     return state.own_loop and works and not state.halted and done.issuperset(lost)
 

@@ -492,8 +492,9 @@ class State:
 
     def _waits(self, name: str) -> bool:
         member = self.members[name]
-        gone = (WorkerState.FINISHED, WorkerState.FAILED)  # who has failed stays in the last generation of an own loop
-        return member.acknowledged != "resumed" and member.state not in gone
+        # Who has failed stays in the last generation of an own loop. A job that has halted is not settled by that.
+        gone = member.state is WorkerState.FINISHED or (member.state is WorkerState.FAILED and not self.halted)
+        return member.acknowledged != "resumed" and not gone
 
     def with_member(self, member: Member) -> State:
         """Returns a state with this member in place of the one of the same name."""

@@ -10,6 +10,7 @@ import pytest
 from openrecycle.agent.coordination.generations import LINES_AT_ONCE
 from openrecycle.agent.coordination.membership import (
     ConsoleRestarted,
+    DrainAsked,
     Exited,
     FailureTimeouts,
     Finished,
@@ -659,6 +660,91 @@ def test_an_own_loop_whose_workers_leave_while_a_plan_is_made_is_about_to_end() 
     run.send(TransferBroken("W1_0", "W1_0-1", "W0_0", 1))
     run.wait(3, "W1_0")
     assert run.state.job_state is JobState.HALTED, "W1_0 can't do its work, and nobody can help it"
+
+
+def test_an_own_loop_does_not_end_by_those_that_left_before_its_generation() -> None:
+    """It was shown as training though nobody had the last stage, for as long as no other worker complained."""
+    run = Run(own_loop=True).start()
+    run.close("W1_1")
+    run.send(TransferBroken("W1_0", "W1_0-1", "W1_1", 1))
+    run.wait(3, "W0_0", "W0_1", "W1_0")
+    run.resume()
+    assert run.opened[-1].living == ("W0_0", "W0_1", "W1_0") and run.state.settled
+    run.exit("W0_1")
+    assert run.state.job_state is JobState.HALTED
+
+
+def test_who_complained_while_a_plan_was_made_halts_an_own_loop_that_would_end() -> None:
+    """It complains once: the job was shown as training for as long as it waited."""
+    run = Run(own_loop=True).start()
+    run.plans = False
+    run.exit("W1_1")
+    run.send(TransferBroken("W1_0", "W1_0-1", "W1_1", 1))
+    run.close("W0_0")
+    run.close("W0_1")
+    run.wait(3, "W1_0")
+    assert run.state.job_state is JobState.HALTED
+    opens = Run(own_loop=True).start()
+    opens.plans = False
+    opens.exit("W1_1")
+    opens.send(TransferBroken("W1_0", "W1_0-1", "W1_1", 1))
+    opens.send(PlanReady(("W1_1",), "without", "made"))
+    opens.wait(3, "W0_0", "W0_1", "W1_0")
+    assert len(opens.opened) == 2 and not opens.state.broken, "the generation that it needs has opened"
+
+
+def test_no_link_is_to_blame_where_an_own_loop_has_lost_a_stage_at_its_end() -> None:
+    run = Run(own_loop=True).start()
+    run.beat()
+    run.beat("W0_1", draining=True)
+    run.wait(30, "W0_0", "W1_0", "W1_1")
+    run.exit("W1_1")
+    assert run.state.job_state is JobState.RUNNING
+    run.send(TransferBroken("W1_0", "W1_0-1", "W1_1", 1))
+    run.wait(3, "W0_0", "W1_0")
+    assert run.state.job_state is JobState.HALTED
+    assert not any(note.kind == "generation" and note.severity == "warning" for note in run.notes)
+
+
+def test_an_own_loop_goes_on_without_one_that_failed_once_its_peer_is_heard_again() -> None:
+    """The peer was taken for finished, so nobody opened a generation for those that were left."""
+    run = Run(own_loop=True).start()
+    run.beat()
+    run.beat("W0_1", draining=True)
+    run.wait(30, "W0_0", "W1_0", "W1_1")
+    run.exit("W1_1")
+    assert run.state.job_state is JobState.RUNNING and len(run.opened) == 1
+    run.beat("W0_1")
+    assert run.opened[-1].living == ("W0_0", "W0_1", "W1_0")
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_who_is_heard_again_while_a_plan_is_made_is_in_the_generation(own_loop: bool) -> None:
+    """It was shown as running for ever, and no generation had it."""
+    run = Run(own_loop=own_loop).start()
+    run.beat()
+    run.beat("W0_1", draining=True)
+    run.wait(30, "W0_0", "W1_0", "W1_1")
+    run.plans = False
+    run.exit("W1_0")
+    assert run.state.pending and run.state.pending.failed == ("W0_1", "W1_0")
+    run.beat("W0_1")
+    assert run.state.pending and run.state.pending.failed == ("W1_0",)
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_a_halted_job_is_not_settled(own_loop: bool) -> None:
+    """A worker could be drained for good from a job that nobody could help any more, and all were said to train."""
+    run = Run(own_loop=own_loop).start()
+    run.exit("W0_1")
+    run.resume("W0_0", "W1_1")
+    run.exit("W1_1")
+    assert run.state.job_state is JobState.HALTED
+    before = len(run.notes)
+    run.resume("W1_0")
+    assert not run.state.settled and len(run.notes) == before
+    refusal = run.send(DrainAsked("W0_0", "ada")).refusal
+    assert refusal is not None and refusal.code == "recovering"
 
 
 @pytest.mark.parametrize("silent", [True, False])
