@@ -730,6 +730,17 @@ def test_who_is_heard_again_while_a_plan_is_made_is_in_the_generation(own_loop: 
     assert run.state.pending and run.state.pending.failed == ("W0_1", "W1_0")
     run.beat("W0_1")
     assert run.state.pending and run.state.pending.failed == ("W1_0",)
+    back = Run(own_loop=own_loop).start()
+    back.exit("W1_0")
+    back.resume()
+    back.beat("W0_0", "W0_1", "W1_1")
+    back.beat("W0_1", draining=True)
+    back.wait(30, "W0_0", "W1_1")
+    back.plans = False
+    back.back("W1_0")
+    assert back.state.pending and back.state.pending.failed == ("W0_1",)
+    back.beat("W0_1")
+    assert back.state.pending and not back.state.pending.failed
 
 
 @pytest.mark.parametrize("own_loop", [True, False])
