@@ -693,13 +693,19 @@ def test_who_complained_while_a_plan_was_made_halts_an_own_loop_that_would_end()
     assert len(opens.opened) == 2 and not opens.state.broken, "the generation that it needs has opened"
 
 
-def test_no_link_is_to_blame_where_an_own_loop_has_lost_a_stage_at_its_end() -> None:
+def _stage_1_is_done() -> Run:
+    """An own loop at its end: W0_1 was silent with its work done, and then its peer W1_1 died."""
     run = Run(own_loop=True).start()
     run.beat()
     run.beat("W0_1", draining=True)
     run.wait(30, "W0_0", "W1_0", "W1_1")
     run.exit("W1_1")
     assert run.state.job_state is JobState.RUNNING
+    return run
+
+
+def test_no_link_is_to_blame_where_an_own_loop_has_lost_a_stage_at_its_end() -> None:
+    run = _stage_1_is_done()
     run.send(TransferBroken("W1_0", "W1_0-1", "W1_1", 1))
     run.wait(3, "W0_0", "W1_0")
     assert run.state.job_state is JobState.HALTED
@@ -708,12 +714,8 @@ def test_no_link_is_to_blame_where_an_own_loop_has_lost_a_stage_at_its_end() -> 
 
 def test_an_own_loop_goes_on_without_one_that_failed_once_its_peer_is_heard_again() -> None:
     """The peer was taken for finished, so nobody opened a generation for those that were left."""
-    run = Run(own_loop=True).start()
-    run.beat()
-    run.beat("W0_1", draining=True)
-    run.wait(30, "W0_0", "W1_0", "W1_1")
-    run.exit("W1_1")
-    assert run.state.job_state is JobState.RUNNING and len(run.opened) == 1
+    run = _stage_1_is_done()
+    assert len(run.opened) == 1
     run.beat("W0_1")
     assert run.opened[-1].living == ("W0_0", "W0_1", "W1_0")
 
